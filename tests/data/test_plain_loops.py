@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -254,6 +255,64 @@ def test_a_warm_up_before_the_managers_epochs_is_none_of_them(anywhere: str) -> 
         assert list(manager.epochs(2)) == [0, 1]
 
 
+def test_a_warm_up_before_a_resume_is_none_of_the_managers_epochs_either(anywhere: str) -> None:
+    training = Training(anywhere)
+    with training.manager as manager:
+        manager.resume()
+        for batch in training.loader:
+            training.on(batch)
+        manager.save_state()
+    with Training(anywhere, run=1).manager as manager:
+        manager.resume()
+        assert list(manager.epochs(2)) == [0, 1]
+
+
+def test_samples_count_where_they_are_trained_on_after_their_pass_has_ended(anywhere: str) -> None:
+    training = Training(anywhere)
+    with training.manager as manager:
+        manager.resume()
+        for batch in list(training.loader):
+            training.on(batch)
+        assert manager.progress.samples == SIZE
+
+
+def test_many_steps_on_a_batch_each_are_not_taken_for_many_on_one(
+    anywhere: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training(anywhere, make=lambda: DataLoader(TensorDataset(*[torch.ones(70, 1)] * 2), 1), save_every=70)
+    with training.manager as manager:
+        manager.resume()
+        for batch in training.loader:
+            training.on(batch)
+    assert "steps were made on one batch" not in caplog.text
+
+
+def test_a_step_that_reads_two_loaders_is_one_batch(anywhere: str) -> None:
+    training, other = Training(anywhere), LOADERS["shuffled"]()
+    with training.manager as manager:
+        manager.resume()
+        for batch, _ in zip(manager.batches(training.loader), manager.batches(other), strict=True):
+            training.on(batch)
+            assert manager.progress.batch == len(training.seen)
+
+
+def test_what_another_thread_reads_of_the_loader_is_not_the_trainings(
+    anywhere: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    training, read = Training(anywhere), list[int]()
+    with training.manager as manager:
+        manager.resume()
+        for batch in training.loader:
+            training.on(batch)
+            other = threading.Thread(target=lambda: read.append(len(list(training.loader))))
+            other.start()
+            other.join()
+        assert manager.progress.samples == SIZE
+        manager.save_state()
+    assert read == [6] * 6
+    assert "reads batches ahead" not in caplog.text
+
+
 @pytest.mark.parametrize("stop", [4, 8])
 @pytest.mark.parametrize("options", [{}, {"dispatch_batches": True}, {"use_seedable_sampler": True}])
 def test_a_plain_manager_follows_what_accelerate_has_prepared(
@@ -333,6 +392,23 @@ def test_of_two_managers_with_one_loader_the_last_one_follows(anywhere: str) -> 
         for batch in first.loader:
             second.on(batch)
     assert (first.manager.progress.batch, second.manager.progress.samples) == (0, SIZE)
+
+
+@pytest.mark.parametrize("end", ["closed", "collected"])
+def test_a_manager_that_ends_leaves_the_loader_to_the_one_that_came_later(anywhere: str, end: str) -> None:
+    first = Training(f"{anywhere}/first")
+    loader = first.loader
+    second = Training(f"{anywhere}/second", make=lambda: loader)
+    with second.manager:
+        second.manager.resume()
+        if end == "closed":
+            first.manager.close()
+        del first
+        gc.collect()
+        for batch in loader:
+            second.on(batch)
+    assert second.manager.progress.samples == SIZE
+    assert type(loader) is DataLoader
 
 
 class TestTheObject:

@@ -375,6 +375,21 @@ class TestFilesAreComparedBySha256:
         with pytest.raises(ckpt.DamagedError, match="which was there before, is damaged"):
             ckpt.pull(collision / "b", tmp_path / "pulled", verify_key=f"{key}.pub", require_signed=True)
 
+    def test_a_pull_with_a_key_links_nothing_to_copies_that_only_claim_to_be_the_same(
+        self, tmp_path: Path, key: str
+    ) -> None:
+        with ckpt.StateManager(tmp_path / "run", model=nn.Linear(4, 4), sign=key) as manager:
+            manager.save_state("a")
+            manager.save_state("b")
+        required: dict[str, Any] = {"verify_key": f"{key}.pub", "require_signed": True}
+        ckpt.pull(tmp_path / "run" / "a", tmp_path / "pulled", **required)
+        (tmp_path / "pulled" / "a" / WEIGHTS).write_bytes(
+            altered := (tmp_path / "run" / "a" / WEIGHTS).read_bytes()[:-1] + b"?"
+        )
+        ckpt.pull(tmp_path / "run" / "b", tmp_path / "pulled", **required)
+        assert (tmp_path / "pulled" / "b" / WEIGHTS).read_bytes() != altered
+        assert ckpt.verify(tmp_path / "pulled" / "b") == {"b": []}
+
     def test_what_was_verified_is_not_read_a_second_time(
         self, run: Path, key: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:

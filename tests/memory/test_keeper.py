@@ -65,6 +65,28 @@ class TestStart:
         assert again is not None
         assert again.facts["keeper"] == {"process": found.process, "started": found.started}
 
+    def test_it_does_not_have_the_key_that_the_run_signs_with(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CKPT_SIGN_KEY", "secret")
+        found = started(create_place(tmp_path / "root"))
+        assert b"CKPT_SIGN_KEY" not in Path(f"/proc/{found.process}/environ").read_bytes()
+
+    def test_another_process_that_has_its_number_later_is_not_taken_for_it(self) -> None:
+        assert not KeeperProcess(os.getpid(), "1").is_alive
+
+    @pytest.mark.parametrize("name", [keeper.LOCK, keeper.ALIVE])
+    def test_a_file_that_has_another_name_elsewhere_is_neither_locked_nor_written(
+        self, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        place = create_place(tmp_path / "root")
+        (tmp_path / "elsewhere").write_text("somebody's")
+        (place.path / name).unlink(missing_ok=True)
+        os.link(tmp_path / "elsewhere", place.path / name)
+        assert start_keeper(place) is None
+        assert (tmp_path / "elsewhere").read_text() == "somebody's"
+        assert f"{name} is no file of this folder alone" in caplog.text
+
     def test_its_files_are_for_this_user_alone(self, tmp_path: Path) -> None:
         place = create_place(tmp_path / "root")
         started(place, memfd=True)

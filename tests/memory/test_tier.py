@@ -357,6 +357,14 @@ class TestVerdict:
         views[2] = self.view(room=self.have(1 * MB))
         assert verdict_of(views, hosts)["do"] == "give way"
 
+    def test_a_host_needs_room_for_the_copies_of_the_host_before_it(self) -> None:
+        hosts = Hosts((0, 1), ("a", "b"))
+        views = [self.view(room=self.have(5 * MB)), self.view(size=3 * MB, room=self.have(100 * MB))]
+        assert verdict_of(views, hosts)["do"] == "save"
+        assert verdict_of(views, hosts, copies=True)["do"] == "give way"
+        views[0] = self.view(room=self.have(8 * MB))
+        assert verdict_of(views, hosts, copies=True)["do"] == "save"
+
 
 def test_what_a_crash_cost_is_said_where_it_is_known() -> None:
     assert saving(1237, 1230, 1000) == "a crash at step 1,237 cost 7 steps instead of 237"

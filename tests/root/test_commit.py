@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 
 import pytest
 
@@ -14,8 +16,9 @@ from ckpt.formats.state import FilePlan
 from ckpt.root.catalog import find, scan
 from ckpt.root.commit import Attempt
 from ckpt.root.deletion import sweep
+from ckpt.root.manifest_files import copy_problems
 from ckpt.root.save_marker import MARKER, read_marker
-from ckpt.root.verify import problems
+from ckpt.root.verify import problems, verify_checkpoint
 from ckpt.storage import ANY, Buffer, Storage
 from tests.helpers.byte_checkpoints import (
     FILES,
@@ -84,12 +87,29 @@ class TestOrder:
             manifest = find(storage, "a").manifest
             assert manifest is not None
             assert is_whole(storage, manifest)
+            assert copy_problems(storage, "a") == []  # or, without its manifest, the old one would come back
             sweep(storage)
             assert keys(storage) == {
                 f"a/{path}" for path in (*(file.path for file in manifest.files), FILE_NAME, COPY_NAME)
             }
             found.add(manifest.id == old[storage.url].id)
         assert found == {True, False}
+
+    @pytest.mark.parametrize("harm", ["removed", "cut"])
+    def test_elsewhere_than_on_a_disk_files_that_somebody_has_removed_or_cut_are_not_committed(self, harm: str) -> None:
+        storage = PassedOn(f"memory://harmed-{harm}")
+        storage.is_local = False
+        attempt = attempt_at(storage, "a")
+        written = begin_and_write(storage, attempt)
+        data = storage.read("a/model.safetensors")
+        storage.delete(["a/model.safetensors"])
+        if harm == "cut":
+            storage.write("a/model.safetensors", [data[:-1]])
+        with pytest.raises(
+            StorageError, match=r"1 of its files are gone or have another size .*\(model\.safetensors\)"
+        ):
+            attempt.commit(storage, manifest_of(attempt, written), {})
+        assert not any(found.committed for found in scan(storage))
 
 
 class TestPaths:
@@ -325,3 +345,25 @@ class _Staged(PassedOn):
 
     def settle(self) -> None:
         """Everything is."""
+
+
+class TestMarker:
+    @pytest.mark.parametrize(
+        ("days", "change", "state"),
+        [
+            (0, {}, "under way"),
+            (0, {3: "another start"}, "DAMAGED"),  # a process that has the number of the writer by now
+            (0, {0: "another machine"}, "under way"),
+            (2, {0: "another machine"}, "DAMAGED"),
+            (2, {}, "under way"),
+        ],
+    )
+    def test_a_save_is_under_way_as_long_as_its_writer_may_live(
+        self, storage: Storage, days: int, change: dict[int, str], state: str
+    ) -> None:
+        begin_and_write(storage, attempt_at(storage, "a"))
+        marker = json.loads(storage.read(f"a/{MARKER}"))
+        marker["writer"] = [change.get(number, part) for number, part in enumerate(marker["writer"])]
+        marker["since"] = (datetime.now(timezone.utc) - timedelta(days=days)).isoformat()
+        storage.write(f"a/{MARKER}", [json.dumps(marker).encode()])
+        assert verify_checkpoint(storage, "a").state == state

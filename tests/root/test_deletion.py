@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -168,6 +169,13 @@ class TestLeftovers:
         before = keys(storage)
         sweep(storage)
         assert keys(storage) == before
+
+    def test_are_no_manifest_and_copy_that_differ_and_are_both_whole(self, storage: Storage) -> None:
+        manifest = save(storage, "a")
+        storage.write(f"a/{FILE_NAME}", [replace(manifest, sequence=7).to_bytes()])  # put there by hand
+        before = {key: storage.read(key) for key in keys(storage)}
+        sweep(storage)
+        assert {key: storage.read(key) for key in keys(storage)} == before
 
     def test_that_somebody_resumes_are_spared(self, storage: Storage) -> None:
         for name in ("resumed", "cut-off"):

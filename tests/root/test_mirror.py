@@ -92,6 +92,17 @@ def resumed(root: Path, mirror: object) -> tuple[ckpt.Restored, float]:
     return restored, model.weight[0, 0].item()
 
 
+def test_a_file_that_a_power_failure_has_cut_in_the_mirror_is_sent_again(tmp_path: Path) -> None:
+    root, mirror = tmp_path / "root", tmp_path / "mirror"
+    run(root, mirror, 1)
+    for name in ("manifest.json", "manifest.copy.json"):
+        (mirror / "step-00000001" / name).unlink()
+    os.truncate(mirror / "step-00000001" / "model.safetensors", 0)
+    run(root, mirror)
+    assert steps(mirror) == [1]
+    assert intact(mirror)
+
+
 class TestCopies:
     @pytest.fixture(params=slow_where("s3", ["local", "memory", "s3"]))
     def mirror(self, request: pytest.FixtureRequest, tmp_path: Path) -> str:

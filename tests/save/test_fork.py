@@ -88,6 +88,27 @@ def test_a_forked_child_that_saves_is_refused_and_its_parent_goes_on(root: Place
     assert run_alone(_refused, str(root)) == 0
 
 
+def _reads(rank: int, root: str) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(6)), 2)
+    with ckpt.StateManager(root, model=nn.Linear(2, 2), dataloader=loader, save_every=1) as manager:
+        manager.resume()
+        for _ in loader:
+            manager.step()  # to be saved when the loader is read again: here, and not in the child
+            break
+
+        def work() -> None:
+            assert len(list(loader)) == 3
+
+        forked(work)
+        assert ckpt.list_checkpoints(root) == []
+    assert [found.step for found in ckpt.list_checkpoints(root)] == [1]
+
+
+@pytest.mark.not_on_s3("a fork shares the sockets of its parent")
+def test_a_forked_child_reads_the_loader_as_any_other(root: Place) -> None:
+    assert run_alone(_reads, str(root)) == 0
+
+
 def _left(rank: int, root: str) -> None:
     with saving(root) as (manager, storage):
 

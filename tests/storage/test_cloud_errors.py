@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any
 
 import pytest
 
 import ckpt
-from ckpt.storage import open_storage
-from ckpt.storage.clouds.answers import Answer, receive
+from ckpt.storage import Entry, open_storage
+from ckpt.storage.clouds.answers import Answer, AnswerError, receive
+from ckpt.storage.clouds.errors import CutError
+from ckpt.storage.clouds.objects import CloudObjects
 from ckpt.storage.clouds.resumable import Part
+from ckpt.storage.retry import RetryPolicy
 from tests.helpers import clouds
 from tests.helpers.clouds import ACCOUNT, BUCKET, KEY
 from tests.helpers.storage_contract import sizes
@@ -210,39 +214,54 @@ def test_the_hub_without_a_network_is_said(monkeypatch: pytest.MonkeyPatch) -> N
         list(storage.list())
 
 
-class Raw:
-    """A body that does not end."""
+class Raw(io.BytesIO):
+    """The body of an answer as it comes over HTTP/1.0 or 1.1."""
 
-    version = 10
+    def __init__(self, body: bytes, version: int = 11) -> None:
+        super().__init__(body)
+        self.version = version
 
-    def read(self, most: int | None) -> bytes:
-        return bytes(most or 0)
+
+class Response(nullcontext[None]):
+    def __init__(self, raw: Raw, **headers: str) -> None:
+        super().__init__()
+        self.raw, self.status_code = raw, 200
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
 
 def test_an_answer_is_not_read_beyond_what_was_asked_for() -> None:
-    class Response(nullcontext[None]):
-        raw = Raw()
-        status_code = 200
-        headers: ClassVar[dict[str, str]] = {}
-
-    assert receive(Response(), None).body == b""
+    raw = Raw(bytes(1000), 10)
     with pytest.raises(ckpt.StorageError, match="more than the 10 bytes that were asked for"):
-        receive(Response(), 10)
+        receive(Response(raw), 10)
+    assert raw.tell() == 11
+    assert receive(Response(Raw(bytes(10), 10)), 10).body == bytes(10)
+
+
+def test_an_answer_that_was_cut_off_is_not_taken_for_a_complete_one() -> None:
+    for whole in ({"Content_Length": "5"}, {"Connection": "close"}, {"Transfer_Encoding": "chunked"}):
+        assert receive(Response(Raw(b"12345"), **whole)).body == b"12345"
+    for cut in ({"Content_Length": "6"}, {}):  # within the body, or before the header that says where it ends
+        with pytest.raises(CutError):
+            receive(Response(Raw(b"12345"), **cut))
+    for beginning in (b"", b'{"name": "mod'):
+        with pytest.raises(CutError):
+            receive(Response(Raw(beginning), Connection="close")).fields()
 
 
 class Recorded:
-    """A server of uploads that has the first `count` bytes of one."""
+    """A server of uploads that has the first `count` bytes of one, and takes some at a time, of the first nothing."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, takes: int = 100) -> None:
         self.count = count
+        self.takes = takes
         self.sent: list[tuple[bytes, str]] = []
 
     def send(self, session: str, views: list[memoryview], span: str) -> Answer:
         self.sent.append((b"".join(views), span))
         if views:
-            self.count = int(span.partition("/")[0].rpartition("-")[2]) + 1
             if len(self.sent) == 1:
                 raise ConnectionError
+            self.count += min(self.takes, len(self.sent[-1][0]))
         return Answer(308, {"Range": f"bytes=0-{self.count - 1}"} if self.count else {}, b"")
 
 
@@ -259,9 +278,72 @@ def test_a_part_is_sent_again_from_where_it_has_arrived(there: int, again: bytes
     assert all(span == f"{there}-9/*" for _, span in server.sent[2:])
 
 
+def test_a_part_of_which_the_server_took_less_is_sent_again_from_there() -> None:
+    server = Recorded(0, takes=4)
+    part = Part(server, "session", 0, [memoryview(b"0123456789")], None)
+    for error in (ConnectionError, AnswerError, AnswerError):
+        with pytest.raises(error):
+            part()
+    assert part() is None
+    assert [sent for sent in server.sent if sent[0]] == [
+        (b"0123456789", "0-9/*"), (b"0123456789", "0-9/*"), (b"456789", "4-9/*"), (b"89", "8-9/*"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("there", [9, 21])
+def test_a_server_that_has_lost_what_it_had_or_has_what_it_was_not_sent_is_an_error(there: int) -> None:
+    server = Recorded(10)
+    part = Part(server, "session", 10, [memoryview(b"0123456789")], 30)
+    with pytest.raises(ConnectionError):
+        part()
+    server.count = there
+    with pytest.raises(ckpt.StorageError, match="the server has lost a part of an upload"):
+        part()
+
+
+@pytest.mark.parametrize("arrived", [False, True])
+def test_a_part_that_is_refused_has_arrived_before_or_is_an_error(arrived: bool) -> None:
+    class Refusing(Recorded):
+        def send(self, session: str, views: list[memoryview], span: str) -> Answer:
+            if views:
+                raise AnswerError(400, "")
+            return super().send(session, views, span)
+
+    part = Part(Refusing(10 if arrived else 4), "session", 0, [memoryview(b"0123456789")], None)
+    with nullcontext() if arrived else pytest.raises(AnswerError, match="400"):
+        assert part() is None
+
+
 def test_a_request_that_the_server_does_not_know_is_not_sent_again() -> None:
     from ckpt.storage.clouds.errors import Advice, from_answer
 
     error = from_answer(501, "", "write", "gs://bucket#1/run", Advice("bucket 'bucket#1'", "", ""))
     assert not isinstance(error, ckpt.TransientError)
     assert "the server says 501, as it does not know such a request. Check the URL" in str(error)
+
+
+class Lying:
+    """A client whose server answers a listing with this page, again and again."""
+
+    def __init__(self, *page: Any) -> None:
+        self._page = page
+
+    def page(self, prefix: str, marker: str | None) -> Any:
+        return self._page
+
+    def translate(self, error: Exception, what: str, where: str) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("entries", "following", "said"),
+    [
+        ([Entry("other/object", 1)], None, "keys below another prefix than was asked for"),
+        ([Entry("run/object", -1)], None, "objects of less than no bytes"),
+        ([Entry("run/object", 1)], "here", "its list continues, but not where"),
+    ],
+)
+def test_a_store_that_lists_nonsense_is_refused(entries: list[Entry], following: str | None, said: str) -> None:
+    client: Any = Lying(entries, following)
+    with pytest.raises(ckpt.StorageError, match=said):
+        list(CloudObjects("az://container/run", "run", client, RetryPolicy(deadline=0)).entries(""))

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.storage import LocalStorage
+from ckpt.storage import LocalStorage, StablePieces
 from ckpt.storage.local import direct_read
 from ckpt.storage.local.direct_read import read_scattered
 from ckpt.storage.local.direct_write import BLOCK, write_durably
+from ckpt.storage.multipart import split_into_parts
 
 
 def write(path: Path, pieces: object) -> None:
@@ -148,3 +149,21 @@ def test_a_system_that_reads_less_than_it_is_asked_for_is_asked_again(
     buffers = [bytearray(1000), bytearray(20_000), bytearray(3)]
     assert read_scattered(path, 9, [memoryview(buffer) for buffer in buffers], cached=True) == 0
     assert b"".join(buffers) == data[9 : 9 + 21_003]
+
+
+def test_an_object_of_any_size_has_no_more_parts_than_a_store_takes() -> None:
+    block = memoryview(bytes(64 << 20))
+    parts = list(split_into_parts(StablePieces(48 * len(block), lambda: iter([block] * 48)), 256 << 10))
+    sizes = [sum(map(len, part)) for part in parts]
+    assert len(sizes) <= 10_000
+    assert sum(sizes) == 48 * len(block)
+    assert {size % (256 << 10) for size in sizes[:-1]} == {0}  # as GCS wants them
+
+
+def test_a_stream_of_unknown_length_has_no_more_parts_than_a_store_takes() -> None:
+    data = random.Random(1).randbytes(5_000_000)
+    pieces = (data[at : at + 777] for at in range(0, len(data), 777))
+    parts = [b"".join(part) for part in split_into_parts(pieces, 100)]
+    assert b"".join(parts) == data
+    assert len(parts) <= 10_000
+    assert {len(part) for part in parts[:1000]} == {100}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +191,44 @@ def test_a_removal_whose_answer_was_lost_leaves_the_lock_of_the_next_holder(tmp_
         assert b"the second" in sign(tmp_path)
         second.write("object", [b"still held"])
     assert not list((tmp_path / ".locks" / "alone").iterdir())
+
+
+def test_who_was_frozen_asks_whether_the_lock_is_still_its_own_before_it_writes(tmp_path: Path) -> None:
+    first = storage(tmp_path)
+    with first.lock(".lock"):
+        (held,) = first._leases._held
+        (tmp_path / held.path).write_bytes(
+            json.dumps({**held.new_record(), "holder": "another", "note": "mine."}).encode()
+        )
+        held.renewed -= leases.EXPIRY
+        with pytest.raises(ckpt.LockedError, match=r"was taken over by another run.*mine\."):
+            first.write("object", [b"late"])
+    assert b"another" in sign(tmp_path)
+
+
+def test_a_sign_of_life_of_which_nothing_was_heard_is_not_taken_for_another_run(tmp_path: Path) -> None:
+    first = storage(tmp_path)
+    with first.lock(".lock"):
+        (held,) = first._leases._held
+        (tmp_path / held.path).write_bytes(json.dumps(held.new_record()).encode())  # has taken effect, unbeknownst
+        held.renewed -= leases.EXPIRY
+        first.write("object", [b"still mine"])
+    assert first.read("object") == b"still mine"
+    assert not list((tmp_path / ".locks" / "alone").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_forked_child_leaves_the_lock_to_its_parent(tmp_path: Path) -> None:
+    held = ExitStack()
+    held.enter_context(storage(tmp_path).lock(".lock", note="the parent's."))
+    child = os.fork()
+    if not child:
+        try:
+            held.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(ckpt.LockedError, match="the parent's"), storage(tmp_path).lock(".lock"):
+        pass
+    held.close()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 
-from ckpt.errors import ConfigError
+from ckpt.errors import ConfigError, TransientError
 from ckpt.storage import retry
-from ckpt.storage.retry import RetryPolicy
+from ckpt.storage.retry import Requests, RetryPolicy, UnreachedError, time_left, within
 
 
 class Clock:
@@ -77,3 +78,51 @@ def test_what_a_server_asks_for_is_waited_for(clock: Clock) -> None:
 def test_a_policy_without_sense_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=r"must be a number of seconds"):
         RetryPolicy(**wrong)  # type: ignore[arg-type]
+
+
+def test_what_must_not_come_late_has_its_own_end_whatever_the_deadline(clock: Clock) -> None:
+    with within(5):
+        assert all_pauses(RetryPolicy(deadline=100), clock)
+    assert clock.now == pytest.approx(5)
+    with within(5), within(50):
+        assert time_left() == pytest.approx(5)
+    assert time_left() == float("inf")
+
+
+class Pausing(threading.Event):
+    """Nobody sets it, and waiting takes the clock's time alone."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.clock.now += timeout or 0.0
+        return False
+
+
+@pytest.mark.parametrize("first", [UnreachedError, TransientError])
+def test_a_server_that_has_answered_once_is_waited_for_until_the_deadline(
+    clock: Clock, first: type[TransientError]
+) -> None:
+    answers = [first("no.")]
+
+    def attempt() -> None:
+        raise answers.pop() if answers else UnreachedError("no.")
+
+    with pytest.raises(TransientError, match=r"no\. Tried \d+ times"):
+        Requests(RetryPolicy(deadline=100)).make(attempt, Pausing(clock))
+    assert clock.now == pytest.approx(100) if first is TransientError else clock.now <= retry.FIRST_CONTACT
+
+
+def test_a_request_that_is_given_up_is_not_made_again(clock: Clock) -> None:
+    tried, stopped = [], threading.Event()
+    stopped.set()
+
+    def attempt() -> None:
+        tried.append(1)
+        raise TransientError("no.")
+
+    with pytest.raises(TransientError, match="Tried 1 times"):
+        Requests(RetryPolicy()).make(attempt, stopped)
+    assert tried == [1]
