@@ -323,7 +323,8 @@ class StateManager:
             MismatchError: It does not fit; all differences are listed.
             StorageError: It could not be read now: no older one is taken in its place.
         """
-        restored = self._session.load(name_of_step(name), strict=strict)
+        named: Any = name_of_step(name) if type(name) is int and name >= 0 else name
+        restored = self._session.load(named, strict=strict)
         if restored is None:
             raise MissingError(f"there is no checkpoint in {self.url}. resume() starts afresh where there is none.")
         return restored

@@ -13,7 +13,7 @@ from ckpt.save.capture import LAYOUTS
 from ckpt.save.finite_guard import ON_NAN
 from ckpt.storage.urls import is_storage
 from ckpt.util import option_values as check
-from ckpt.util.durations import parse_duration
+from ckpt.util.option_values import parse_duration
 
 _BUSY = ("wait", "skip", "replace")
 

@@ -14,7 +14,7 @@ from ckpt.root.open import open_tiers
 from ckpt.root.retention import Keep
 from ckpt.storage import Staging, Storage
 from ckpt.util import option_values as check
-from ckpt.util.sizes import parse_size
+from ckpt.util.option_values import parse_size
 
 
 class _Checked(check.KnownFields):

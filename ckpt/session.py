@@ -24,7 +24,7 @@ from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import MAIN
 from ckpt.ranks.hosts import Hosts
 from ckpt.ranks.save_schedule import SaveSchedule
-from ckpt.root.catalog import check_name, manifests_of_run
+from ckpt.root.catalog import check_name, manifests_of_run, name_of_step
 from ckpt.root.trust import open_keys
 from ckpt.save.capture import StateCapture
 from ckpt.save.environment import device_name, versions
@@ -219,7 +219,7 @@ class Session:
             self.memory.turn_off("the accelerator has save hooks, whose files a snapshot in memory would lack.")
             return
         facts = self._facts(as_numbers(self.metrics))
-        name = f"step-{self.loop.progress.step:08d}"
+        name = name_of_step(self.loop.progress.step)
         if not self.guard.passes(f"{name} (memory)"):
             return
         capture = StateCapture(self.ranks, "auto", self.memory.hosts, self.memory.compared)
@@ -242,7 +242,7 @@ class Session:
         return {"progress": self.loop.saved_progress().to_json(), "metrics": metrics}
 
     def default_name(self) -> str:
-        return self.source.name() or f"step-{self.loop.progress.step:08d}"
+        return self.source.name() or name_of_step(self.loop.progress.step)
 
     def end_name(self) -> str | None:
         """What to call the final state where the last step was saved already; None for its usual name."""

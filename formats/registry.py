@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ckpt.errors import ConfigError
 from ckpt.formats.native.header import SUFFIX
-from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, MARKER, STATE
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, MARKER, STATE, is_name_of_step
 from ckpt.util.checked_json import is_key
 from ckpt.util.option_values import said
 
@@ -50,7 +50,6 @@ def _named(pattern: str) -> Sign:
 
 
 _own_document = _named(rf"(?:{re.escape(STATE.removesuffix('.json'))}|rank-\d{{5}})(?:\.[0-9a-f]{{8}})?\.json")
-_is_step = re.compile(r"step-\d{8,}").fullmatch
 _engine_states = _named(
     r"(?:zero_pp_rank_\d{1,9}_)?mp_rank_\d\d(?:_\d{3})?_model_states\.pt|layer_\d.*-?model_states\.pt|expp_rank_.*\.pt"
 )
@@ -71,7 +70,7 @@ def is_checkpoint(name: str, files: Collection[str]) -> bool:
     """
     if _checkpoint(files):
         return is_key(name)
-    return _is_step(name) is not None and any(path.endswith(SUFFIX) for path in files)
+    return is_name_of_step(name) and any(path.endswith(SUFFIX) for path in files)
 
 
 def _root(files: Collection[str]) -> str | None:

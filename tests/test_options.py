@@ -17,7 +17,7 @@ import ckpt
 from ckpt.option_checks import problems, refuse
 from ckpt.options import resolve_options
 from ckpt.storage import MemoryStorage
-from ckpt.util.sizes import parse_size
+from ckpt.util.option_values import parse_size
 
 NONSENSE: dict[str, Any] = {
     "save_every": "10 minuets",

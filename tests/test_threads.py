@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
 
-from ckpt.util.threads import in_parallel
+from ckpt.util.threads import in_parallel, usable_cores
 
 
 def test_results_are_in_the_order_of_the_items_and_calls_run_side_by_side() -> None:
@@ -35,3 +36,14 @@ def test_an_error_is_raised_and_no_more_calls_begin() -> None:
 def test_an_index_error_of_a_call_is_not_taken_for_the_end(threads: int) -> None:
     with pytest.raises(IndexError):
         in_parallel(lambda item: [][item], range(5), threads, "failing")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no affinities")
+def test_cores_are_those_that_this_process_may_run_on() -> None:
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        assert usable_cores() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert usable_cores() == len(allowed)

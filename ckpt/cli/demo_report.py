@@ -12,7 +12,7 @@ from ckpt.cli.demo_runs import INTERRUPTED, STRAIGHT, Losses, Plan, Run
 from ckpt.cli.ls import show_checkpoints
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.root import catalog
-from ckpt.root.catalog import Checkpoint
+from ckpt.root.catalog import Checkpoint, name_of_step
 from ckpt.util.console import format_size
 
 _LEVELS = "▁▂▃▄▅▆▇█"
@@ -44,7 +44,7 @@ def show_report(plan: Plan, straight: Run, doomed: Run, resumed: Run) -> bool:
     _show_curves(plan, straight.losses, joined, resumed.began)
     same = show_last(plan) and straight.losses == joined
     _show_verdict(len(joined), same)
-    click.echo(f"{plan.cut_off} was cut off; the new process resumed from step-{resumed.began:08d}.")
+    click.echo(f"{plan.cut_off} was cut off; the new process resumed from {name_of_step(resumed.began)}.")
     _show_next(plan)
     return same
 

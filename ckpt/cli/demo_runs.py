@@ -16,6 +16,7 @@ from typing import IO
 import click
 
 from ckpt.errors import CkptError
+from ckpt.root.catalog import name_of_step
 from ckpt.util.console import progress_bar, say
 
 STRAIGHT = "straight"
@@ -43,7 +44,7 @@ class Plan:
 
     @property
     def cut_off(self) -> str:
-        return f"step-{self.killed_at:08d}"
+        return name_of_step(self.killed_at)
 
     def folder(self, name: str) -> str:
         return f"{self.root}/{name}"

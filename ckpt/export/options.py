@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ckpt.errors import ConfigError
-from ckpt.util.sizes import parse_size
+from ckpt.util.option_values import parse_size
 
 SHARD_SIZE = "5GB"
 

@@ -19,6 +19,7 @@ from ckpt.memory.build import build_tier
 from ckpt.memory.resume import find_snapshots
 from ckpt.memory.tier import MemoryTier
 from ckpt.ranks.group import SingleProcess
+from ckpt.root.catalog import name_of_step
 from ckpt.save.root_writer import RootWriter
 from ckpt.save.saver import Saver
 from ckpt.storage import open_storage
@@ -81,7 +82,7 @@ class CkptMemory(Callback):  # type: ignore[misc]
         if step and step % self._options["every"] == 0:
             checkpoint = checkpoint_of(trainer)  # on every rank
             if checkpoint is not None and self.tier is not None and self.tier.is_due(step):
-                self.tier.save(request_of(f"step-{step:08d}", checkpoint), step)
+                self.tier.save(request_of(name_of_step(step), checkpoint), step)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._close(keep=True)

@@ -199,9 +199,10 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
 
     def _save(self, model: nn.Module, trial: Any = None) -> None:
         state, manager, before = self._trainer.state, self._prepare_save(), set(self._saved)
-        self._saved.add(_name(state.global_step))
+        name = catalog.name_of_step(state.global_step)
+        self._saved.add(name)
         self._name_the_best(state)
-        if manager.save_state(_name(state.global_step), metrics=logged_metrics(state)) is None:  # left out
+        if manager.save_state(name, metrics=logged_metrics(state)) is None:  # left out
             self._saved = before
             self._name_the_best(state)
         elif self._push is not None and not self._told_to_stop:
@@ -235,7 +236,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         return result
 
     def _name_the_best(self, state: TrainerState) -> None:
-        best = _name(state.best_global_step or 0)
+        best = catalog.name_of_step(state.best_global_step or 0)
         if best in self._saved:
             state.best_model_checkpoint = f"{self._storage.url}/{best}"
 
@@ -285,7 +286,3 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             load_checkpoint_model(self._storage, best, trained_model(self._trainer), trust=trust)
         else:
             LOAD_BEST.of(Trainer)(self._trainer)
-
-
-def _name(step: int) -> str:
-    return f"step-{step:08d}"

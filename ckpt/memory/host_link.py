@@ -24,7 +24,7 @@ from ckpt.memory.replica_plan import files_in
 from ckpt.ranks.group import Ranks
 from ckpt.root.catalog import find
 from ckpt.storage import Storage
-from ckpt.util.sizes import parse_size
+from ckpt.util.option_values import parse_size
 
 BANDWIDTH_VARIABLE = "CKPT_MEMORY_BANDWIDTH"
 _BANDWIDTH = 1e9  # bytes per second

@@ -16,7 +16,7 @@ from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import Hosts
 from ckpt.root import catalog
 from ckpt.storage import Storage
-from ckpt.util.worker_thread import WorkerThread
+from ckpt.util.threads import WorkerThread
 
 _log = logging.getLogger("ckpt")
 _CALL = "StateManager(..., memory_replicas=...)"

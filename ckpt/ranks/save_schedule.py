@@ -8,7 +8,7 @@ import time
 from ckpt.ranks.common_step import CommonStep
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.signals import SignalListener
-from ckpt.util.durations import parse_duration
+from ckpt.util.option_values import parse_duration
 
 
 class SaveSchedule:

@@ -20,10 +20,10 @@ from typing import Any
 
 from ckpt.errors import AbsentError, CheckpointError, ConfigError, DamagedError, MissingError, StorageError
 from ckpt.formats.native.block_hash import digest
-from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, MARKER, Manifest
+from ckpt.formats.native.manifest import name_of_step as name_of_step
 from ckpt.formats.registry import CKPT, is_checkpoint
 from ckpt.root.manifest_files import find_manifest, was_committed, without_manifest
-from ckpt.root.save_marker import MARKER
 from ckpt.storage import Entry, HubStorage, Storage, open_storage
 from ckpt.storage.base import ROOT_LOCK, read_document
 from ckpt.storage.read_only import ReadOnlyStorage
@@ -244,11 +244,6 @@ def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
     metrics = ", ".join(f"{name} {format_number(value)}" for name, value in found.metrics.items())
     age = f"{format_age(found.created)} ago"
     return checkpoint.name, str(found.step), format_size(found.size), age, metrics, "committed"
-
-
-def name_of_step(name: Any) -> Any:
-    """The name of the checkpoint of a step, where a number is given; anything else as it is."""
-    return f"step-{name:08d}" if type(name) is int and name >= 0 else name
 
 
 def check_name(name: str) -> str:

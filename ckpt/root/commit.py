@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -30,7 +29,7 @@ from ckpt.root.save_marker import mark_save
 from ckpt.root.verified_file import VerifiedFile
 from ckpt.storage import Buffer, Grouping, StablePieces, Staging, Storage
 from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar
-from ckpt.util.threads import ThreadCall
+from ckpt.util.threads import CORES_OF_RANK, ThreadCall
 
 if TYPE_CHECKING:
     from ckpt.formats.state import FilePlan
@@ -38,10 +37,9 @@ if TYPE_CHECKING:
 Advance = Callable[[float], None]
 
 # SHA-256 takes a core for 0.4 GB/s and more, and training needs cores too: half of those of this rank, at most four
-_RANKS_HERE = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 _WORTH_THREADS = 4 << 20  # bytes
 _FAST_THREADS = 2  # beside training: one hashes as fast as memory is read by one
-_SHA256_THREADS = min(4, max(1, (os.cpu_count() or 1) // (2 * _RANKS_HERE)))
+_SHA256_THREADS = min(4, max(1, CORES_OF_RANK // 2))
 
 
 class FileHasher:
@@ -246,24 +244,14 @@ class Attempt:
             return storage.write(key, [data], over=self.expected_version)
         except NotDurableError:
             # The kernel reports a failed fsync once: a second fsync alone would succeed, and prove nothing.
-            return storage.write(key, [data], over=self._own_version(storage, manifest))
+            version = storage.version(key)
+            over = version if _took_effect(storage, manifest) else self.expected_version
+            return storage.write(key, [data], over=over)
         except StorageError as error:
-            if not self._has_taken_effect(storage, manifest):
+            if not _took_effect(storage, manifest):
                 raise
             _log.warning("%s/%s was written, though the storage said otherwise: %s", storage.url, key, error)
             return None
-
-    def _own_version(self, storage: Storage, manifest: Manifest) -> str | None:
-        """The version of the manifest that was just written; the expected one if another run has replaced it since."""
-        version = storage.version(f"{self.name}/{FILE_NAME}")
-        return version if self._has_taken_effect(storage, manifest) else self.expected_version
-
-    def _has_taken_effect(self, storage: Storage, manifest: Manifest) -> bool:
-        try:
-            current = find(storage, self.name).manifest
-        except StorageError:
-            return False
-        return current is not None and current.id == manifest.id
 
     @cached_property
     def _occupied(self) -> frozenset[str]:
@@ -366,6 +354,19 @@ class Attempt:
             return storage.stage(key, pieces)
         storage.write(key, pieces, over=None)
         return None
+
+
+def is_committed(storage: Storage, manifest: Manifest) -> bool:
+    """Whether this very manifest is there. A commit that failed may have taken effect: the answer alone may be lost."""
+    found = find(storage, manifest.name).manifest
+    return found is not None and found.id == manifest.id
+
+
+def _took_effect(storage: Storage, manifest: Manifest) -> bool:
+    """The same, where a storage that cannot be read right now leaves the error that it had before."""
+    with suppress(StorageError):
+        return is_committed(storage, manifest)
+    return False
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +33,7 @@ from ckpt.root.trust import BELIEVES_ALL, Trust, open_trust
 from ckpt.root.verified_file import WINDOW, VerifiedFile
 from ckpt.storage import Storage
 from ckpt.util.console import format_size, progress_bar
+from ckpt.util.threads import CORES_OF_RANK, in_parallel
 
 INTACT = "intact"
 DAMAGED = "DAMAGED"
@@ -45,7 +45,7 @@ REMOVED = "removed"
 _PATIENCE = 10.0  # seconds to wait for a removal or a cleanup by another process
 _PAUSE = 0.1
 _MOST_THREADS = 16
-_THREADS = min(_MOST_THREADS, max(2, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+_THREADS = min(_MOST_THREADS, max(2, CORES_OF_RANK))
 
 
 @dataclass(frozen=True)
@@ -237,8 +237,8 @@ def altered_blocks(
         file, index = block
         return file.verify_block(index, buffers.own, advance)
 
-    with ThreadPoolExecutor(threads or reader_threads(file.stored.storage for file, _ in blocks)) as pool:
-        return [problem for problem in pool.map(verify_block, blocks) if problem]
+    threads = threads or reader_threads(file.stored.storage for file, _ in blocks)
+    return [problem for problem in in_parallel(verify_block, blocks, threads, "ckpt-verify") if problem]
 
 
 def reader_threads(storages: Iterable[Storage]) -> int:

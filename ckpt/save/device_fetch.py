@@ -8,7 +8,6 @@ training reads would wait behind every transfer in its queue.
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,11 +21,11 @@ from ckpt.save.device_staging import DeviceBlock, Transfer
 from ckpt.save.device_streams import Device
 from ckpt.save.pinned_ring import PinnedRing
 from ckpt.util.aligned_memory import copy_bytes
-from ckpt.util.worker_thread import WorkerThread
+from ckpt.util.threads import CORES, WorkerThread
 
 # Threads that copy, each with a slot of the ring. Three beside training bring a snapshot sooner, and training loses
 # more by it; with two slots for each, more still.
-BESIDE_TRAINING, WHILE_IT_WAITS = 2, min(8, os.cpu_count() or 1)
+BESIDE_TRAINING, WHILE_IT_WAITS = 2, min(8, CORES)
 
 
 class Fetcher:

@@ -17,7 +17,7 @@ from ckpt.ranks.group import Ranks
 from ckpt.ranks.hosts import Hosts
 from ckpt.root import deletion
 from ckpt.root.catalog import Summary, find
-from ckpt.root.commit import Attempt, EarlierFile, WrittenFile
+from ckpt.root.commit import Attempt, EarlierFile, WrittenFile, is_committed
 from ckpt.root.mirror import MirrorWorker
 from ckpt.root.retention import Keep
 from ckpt.root.trust import Seal
@@ -291,8 +291,7 @@ class RootWriter:
     def _resolve_unsure(self) -> None:
         """A commit that failed may have taken effect: the storage's answer may have been lost."""
         for name, manifest in list(self._unsure.items()):
-            present = find(self.storage, name).manifest
-            if present is not None and present.id == manifest.id:
+            if is_committed(self.storage, manifest):
                 self._record(manifest)
             del self._unsure[name]
 

@@ -10,7 +10,6 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -25,6 +24,7 @@ from ckpt.root.verified_file import VerifiedFile
 from ckpt.root.verify import files_on_other_hosts, reader_threads, size_problems, without_other_hosts
 from ckpt.storage import Storage
 from ckpt.util.checked_json import Rule, broken_rules, is_count, is_list, is_mapping, is_text, joined, parse_json
+from ckpt.util.threads import in_parallel
 
 _RANK_SUFFIX = re.compile(r"-\d{5}$")
 _Value = TypeVar("_Value")
@@ -182,8 +182,8 @@ class _Contents:
             where = f"{self.manifest.name}/{file.path}"
             return self._try_read(lambda: outlines(self._open(file), where, file.size), where, "safetensors file") or {}
 
-        with ThreadPoolExecutor(reader_threads([self.storage])) as pool:
-            return dict(zip([file.name for file in files], pool.map(header, files), strict=True))
+        found = in_parallel(header, files, reader_threads([self.storage]), "ckpt-read")
+        return {file.name: each for file, each in zip(files, found, strict=True)}
 
     def _open(self, file: FileRecord) -> VerifiedFile:
         return VerifiedFile.of(self.storage, self.manifest.name, file)

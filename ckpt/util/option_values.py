@@ -1,16 +1,53 @@
-"""What a user may give as an option: conditions that hold for no nonsense, and a value as text for a message."""
+"""What users may give as options: conditions that hold for no nonsense, sizes and times as people write them."""
 
 from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
 from ckpt.errors import ConfigError
 from ckpt.util.filesystem import expand_home
-from ckpt.util.sizes import parse_size
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_LARGEST = 2**63
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", re.IGNORECASE)
+
+
+def parse_size(size: int | str) -> int | None:
+    """Bytes for `5GB`, `512MiB` or a number, 1 or more; None if it is no size, or larger than any disk."""
+    if isinstance(size, bool):
+        return None
+    found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    if found:
+        given = float(found[1]) * _UNITS[found[2].upper()]
+        size = int(given) if given < _LARGEST else 0
+    return size if isinstance(size, int) and 0 < size < _LARGEST else None
+
+
+_SECONDS = {
+    **dict.fromkeys(("s", "sec", "second", "seconds"), 1.0),
+    **dict.fromkeys(("m", "min", "minute", "minutes"), 60.0),
+    **dict.fromkeys(("h", "hour", "hours"), 3600.0),
+    **dict.fromkeys(("d", "day", "days"), 86400.0),
+}
+_TEN_YEARS = 10 * 365 * 86400.0  # seconds
+_PART = r"(\d{1,12}(?:\.\d{1,12})?)\s*([a-z]+)\s*"
+
+
+def parse_duration(text: object) -> float | None:
+    """Seconds for `90s`, `10min`, `2h` or `1h30min`, more than 0; None if it is no time, or longer than ten years."""
+    if not isinstance(text, str) or not re.fullmatch(f"(?:{_PART})+", said := text.strip().lower()):
+        return None
+    parts = re.findall(_PART, said)
+    if any(unit not in _SECONDS for _, unit in parts):
+        return None
+    seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+    return seconds if 0 < seconds <= _TEN_YEARS else None
+
 
 _LONGEST = 10 * 365 * 24 * 3600.0  # seconds: what threads and stores can wait
 _SHOWN = 100  # characters of a value

@@ -14,7 +14,7 @@ from contextlib import suppress
 from ckpt.storage.base import Buffer, StablePieces
 from ckpt.storage.local.preallocate import reserve
 from ckpt.util.aligned_memory import ALIGNMENT, O_DIRECT, address_of, allocate_aligned, copy_bytes
-from ckpt.util.worker_thread import WorkerThread
+from ckpt.util.threads import WorkerThread
 
 BLOCK = 8 << 20
 _WRITERS = 8

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 
 from ckpt.storage.base import Buffer, StablePieces
 from ckpt.util.aligned_memory import copy_bytes, forget_pages, make_resident
-from ckpt.util.worker_thread import WorkerThread
+from ckpt.util.threads import CORES, WorkerThread
 
 _CHUNK = 16 << 20
-_WRITERS = min(4, os.cpu_count() or 1)
+_WRITERS = min(4, CORES)
 
 
 def overwrite(descriptor: int, pieces: Iterable[Buffer]) -> None:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import ckpt
-from ckpt.util.durations import parse_duration
+from ckpt.util.option_values import parse_duration
 from tests.helpers.places import intact
 from tests.helpers.processes import run_ranks
 

@@ -1,37 +1,23 @@
-"""The report as one HTML page: no script, nothing from the network, pictures inside as SVG."""
+"""The report as one HTML page: no script, nothing from the network, pictures inside as SVG, light and dark, print too.
+
+Whatever comes from files passes through `text`: a name can never be markup or script.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from html import escape
 from typing import TYPE_CHECKING
 
 from ckpt.root.condition import COMPLETE
+from ckpt.shown import shown
 from ckpt.tools.report.best import Best, best_of
 from ckpt.tools.report.facts import RunFacts, Save, memory_spent, waits
-from ckpt.tools.report.heat_section import changes_section
-from ckpt.tools.report.html_parts import (
-    UNKNOWN,
-    Cell,
-    box,
-    cell,
-    data,
-    legend,
-    metric,
-    moment,
-    number,
-    seconds,
-    section,
-    size,
-    table,
-    text,
-    tile,
-)
-from ckpt.tools.report.lineage import Attempt, attempts, restarts, went_back
-from ckpt.tools.report.lineage_chart import MOST as MOST_ATTEMPTS
-from ckpt.tools.report.lineage_chart import lineage, title_of
-from ckpt.tools.report.style import STYLE
+from ckpt.tools.report.lineage import MOST as MOST_ATTEMPTS
+from ckpt.tools.report.lineage import Attempt, attempts, lineage, restarts, title_of, went_back
 from ckpt.tools.report.timeline_chart import MOST as MOST_SAVES
 from ckpt.tools.report.timeline_chart import timeline
 from ckpt.util.clock import utc_now
@@ -39,6 +25,212 @@ from ckpt.util.console import format_duration, format_number, format_size
 from ckpt.util.line_chart import HEIGHT, Mark, line_panel
 from ckpt.util.svg_plot import THEMED, document
 from ckpt.version import __version__
+
+_LIGHT = """
+--page:#f5f6f8;--surface:#ffffff;--ink:#1b2230;--muted:#5a6473;--grid:#e2e6eb;
+--line:#2a5fae;--second:#b4490f;--third:#79b39c;--bad:#b3261e;--good:#1d7047;
+--heat-0:#e3ecf8;--heat-1:#c9dbf1;--heat-2:#aac6e8;--heat-3:#87addd;
+--heat-4:#6491cd;--heat-5:#4374b7;--heat-6:#2a589a;--heat-7:#153a70;
+"""
+_DARK = """
+--page:#11141a;--surface:#191e26;--ink:#e5e8ed;--muted:#9ca6b4;--grid:#2d3540;
+--line:#79a8ee;--second:#ef9a5b;--third:#3d8069;--bad:#ff9089;--good:#72cc9b;
+--heat-0:#1f2d44;--heat-1:#27405f;--heat-2:#31547e;--heat-3:#3e6a9f;
+--heat-4:#5283c0;--heat-5:#6f9fda;--heat-6:#94bdef;--heat-7:#c6defd;
+"""
+
+STYLE = f"""
+:root{{color-scheme:light dark;{_LIGHT}}}
+@media (prefers-color-scheme:dark){{:root{{{_DARK}}}}}
+@media print{{:root{{color-scheme:light;{_LIGHT}--page:#ffffff}}}}
+*{{box-sizing:border-box}}
+body{{margin:0;background:var(--page);color:var(--ink);
+font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;
+-webkit-text-size-adjust:100%}}
+main{{max-width:66rem;margin:0 auto;padding:1.5rem 1rem 3rem}}
+h1{{font-size:1.5rem;line-height:1.25;margin:0;overflow-wrap:anywhere}}
+h2{{font-size:1.1rem;margin:0 0 .25rem}}
+h3{{font-size:.95rem;margin:1.1rem 0 .25rem}}
+p{{margin:.25rem 0 .75rem}}
+.muted{{color:var(--muted)}}
+.where{{color:var(--muted);overflow-wrap:anywhere;margin:.2rem 0 1.25rem}}
+section{{background:var(--surface);border:1px solid var(--grid);border-radius:10px;padding:1rem 1.1rem;margin:1rem 0}}
+.tiles{{display:grid;grid-template-columns:repeat(auto-fit,minmax(8.6rem,1fr));gap:.75rem}}
+.tile{{margin:0;background:var(--surface);border:1px solid var(--grid);border-radius:10px;padding:.7rem .9rem}}
+.tile dt{{color:var(--muted);font-size:.82rem}}
+.tile dd{{margin:0;font-size:1.3rem;font-weight:600;line-height:1.3;font-variant-numeric:tabular-nums}}
+.tile dd.note{{font-size:.82rem;font-weight:400;color:var(--muted)}}
+.box{{overflow-x:auto;max-width:100%}}
+.box.tall{{max-height:34rem;overflow-y:auto}}
+.box>svg{{display:block}}
+.panels{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,19rem),1fr));gap:.75rem}}
+.panels svg{{display:block;width:100%;height:auto;max-width:34rem}}
+table{{border-collapse:collapse;width:100%;font-size:.88rem}}
+th,td{{padding:.38rem .7rem .38rem 0;text-align:left;vertical-align:top;border-bottom:1px solid var(--grid)}}
+th{{color:var(--muted);font-weight:600;vertical-align:bottom;background:var(--surface);position:sticky;top:0}}
+td{{white-space:nowrap;font-variant-numeric:tabular-nums}}
+td.long{{white-space:normal;min-width:14rem;overflow-wrap:anywhere}}
+.right{{text-align:right}}
+.gone td{{color:var(--muted)}}
+.good{{color:var(--good);font-weight:600}}
+.bad{{color:var(--bad);font-weight:600}}
+.best{{color:var(--second);font-weight:600;white-space:nowrap}}
+ol,ul{{margin:.4rem 0;padding-left:1.3rem}}
+li{{margin:.3rem 0;overflow-wrap:anywhere}}
+.legend{{display:flex;flex-wrap:wrap;gap:.35rem 1.1rem;margin:.6rem 0 .8rem;padding:0;list-style:none;
+color:var(--muted);font-size:.85rem}}
+.legend li{{margin:0;display:flex;align-items:center;gap:.4rem}}
+.key{{display:inline-block;width:.85rem;height:.85rem;border-radius:2px;flex:none}}
+.ramp{{display:inline-flex;border-radius:2px;overflow:hidden}}
+.ramp .key{{border-radius:0;width:1.1rem}}
+footer{{color:var(--muted);font-size:.85rem;margin-top:1.5rem}}
+@media (max-width:34rem){{main{{padding:1rem .6rem 2rem}}section{{padding:.8rem .7rem}}
+.tiles{{grid-template-columns:repeat(2,minmax(0,1fr))}}}}
+@media print{{body{{font-size:10pt}}main{{max-width:none;padding:0}}section{{border:none;padding:0;margin:1.2rem 0}}
+.box,.box.tall{{overflow:visible;max-height:none}}.box>svg{{max-width:100%;height:auto}}th{{position:static}}
+h2,h3,svg,tr,.tile{{break-inside:avoid}}h2,h3{{break-after:avoid}}table{{font-size:7.5pt}}
+.tiles{{grid-template-columns:repeat(6,minmax(0,1fr))}}.tile{{padding:.4rem .5rem}}
+*{{-webkit-print-color-adjust:exact;print-color-adjust:exact}}}}
+"""
+
+
+UNKNOWN = "&ndash;"
+
+
+def text(content: object) -> str:
+    """A text as HTML: escaped, without control characters and secrets."""
+    return escape(shown(str(content)))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table. `html` is markup already; `kind` a class of the style sheet."""
+
+    html: str
+    kind: str = ""
+
+
+def cell(content: object, kind: str = "") -> Cell:
+    return Cell(text(content), kind)
+
+
+def number(value: float | None, said: str) -> Cell:
+    """A number as it is said, with all its digits for programs; a dash if it is not known."""
+    return Cell(UNKNOWN if value is None else data(value, said), "right")
+
+
+def data(value: object, said: str) -> str:
+    return f'<data value="{text(value)}">{text(said)}</data>'
+
+
+def metric(value: float | None) -> Cell:
+    if value is None:
+        return Cell(UNKNOWN, "right")
+    return Cell(data(repr(value), format_number(value)), "right" if math.isfinite(value) else "right bad")
+
+
+def size(count: int | None) -> Cell:
+    return number(count, "" if count is None else format_size(count))
+
+
+def seconds(value: float | None) -> Cell:
+    return number(value, "" if value is None else f"{value:.2f} s")
+
+
+def moment(created: str) -> Cell:
+    """A time in UTC, to the minute."""
+    try:
+        said = f"{datetime.fromisoformat(created).astimezone(timezone.utc):%Y-%m-%d %H:%M}"
+    except OverflowError:  # of the year 1 or 9999, as a file may claim
+        said = created
+    return Cell(f'<time datetime="{text(created)}">{text(said)}</time>')
+
+
+def table(columns: Sequence[str], rows: Iterable[tuple[str, Sequence[Cell]]], right: Iterable[str] = ()) -> str:
+    """A table in a box of its own, which scrolls where the page is narrow. Each row has a class, or an empty one."""
+    aligned = set(right)
+    head = "".join(f'<th scope="col"{_class("right" if name in aligned else "")}>{text(name)}</th>' for name in columns)
+    body = "\n".join(
+        f"<tr{_class(kind)}>{''.join(f'<td{_class(one.kind)}>{one.html}</td>' for one in cells)}</tr>"
+        for kind, cells in rows
+    )
+    return f'<div class="box tall"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+
+
+def tile(name: str, value: str, note: str = "", kind: str = "") -> str:
+    """A figure with its name; `value` and `note` are markup already."""
+    said = f'<dd class="note">{note}</dd>' if note else ""
+    return f'<dl class="tile"><dt>{text(name)}</dt><dd{_class(kind)}>{value}</dd>{said}</dl>'
+
+
+def section(title: str, *parts: str) -> str:
+    return "\n".join([f"<section><h2>{text(title)}</h2>", *filter(None, parts), "</section>"])
+
+
+def box(picture: str) -> str:
+    return f'<div class="box">{picture}</div>'
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """Colours, as CSS writes them, with their meanings."""
+    items = (f'<li><span class="key" style="background:{colour}"></span>{text(what)}</li>' for colour, what in entries)
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _class(kind: str) -> str:
+    return f' class="{kind}"' if kind else ""
+
+
+if TYPE_CHECKING:
+    from ckpt.tools.report.changes import Changes
+
+_WHAT = (
+    "From each checkpoint to the next, for each module: RMS of the difference over RMS of what was before. All cells "
+    "are on one logarithmic scale."
+)
+
+
+def changes_section(changes: Changes | None) -> str:
+    """Empty without changes; a sentence in place of the picture where there is nothing to compare."""
+    if changes is None:
+        return ""
+    if not changes.modules:
+        picture = "<p>There are no two checkpoints with a model that could be compared.</p>"
+    else:
+        from ckpt.tools.report.heat_map import heat_map
+
+        picture = f'<p class="muted">{text(_WHAT)}</p>{box(heat_map(changes))}{_scale(changes)}'
+    return section("Change of each module", picture, *_notes(changes))
+
+
+def _notes(changes: Changes) -> list[str]:
+    """What the picture has no colour or no room for."""
+    from ckpt.tools.report.changes import not_compared
+
+    items = "".join(
+        f"<li>{text(step.older.name)} to {text(step.newer.name)}: {text(why)}</li>"
+        for step, why in not_compared(changes)
+    )
+    notes = [f"<h3>Not compared</h3><ul>{items}</ul>"] if items else []
+    if changes.left_out:
+        notes.append(f'<p class="muted">{changes.left_out:,} checkpoints between these were left out.</p>')
+    if changes.hidden:
+        notes.append(f'<p class="muted">{changes.hidden:,} more modules have no row.</p>')
+    return notes
+
+
+def _scale(changes: Changes) -> str:
+    from ckpt.tools.report.heat_map import SHADES, Shades, percent
+
+    low, high = map(percent, Shades(changes).ends)
+    ramp = "".join(f'<span class="key" style="background:var(--heat-{shade})"></span>' for shade in range(SHADES))
+    frame = '<span class="key" style="border:1px solid var(--grid)"></span>no change'
+    stripes = "repeating-linear-gradient(135deg,var(--surface) 0 3px,var(--muted) 3px 4px)"
+    hatched = f'<span class="key" style="background:{stripes}"></span>in one of the two only, or not compared'
+    cross = '<span class="bad">&times;</span>not finite'
+    entries = (f'{text(low)} <span class="ramp">{ramp}</span> {text(high)}', frame, hatched, cross)
+    return f'<ul class="legend">{"".join(f"<li>{entry}</li>" for entry in entries)}</ul>'
+
 
 if TYPE_CHECKING:
     from ckpt.tools.report.changes import Changes

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from ckpt.shown import markdown
 from ckpt.tools.report.best import best_of
 from ckpt.tools.report.facts import RunFacts, Save, Unread, memory_spent, waits
-from ckpt.tools.report.lineage import Attempt, attempts, went_back
-from ckpt.tools.report.lineage_chart import title_of
+from ckpt.tools.report.lineage import Attempt, attempts, title_of, went_back
 from ckpt.util.console import format_duration, format_number, format_size
 
 if TYPE_CHECKING:
