@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.processes import Script
 
 pytestmark = pytest.mark.slow
 Said = Callable[..., list[str]]
@@ -36,51 +37,25 @@ RESUMED = (r"resumed from runs/step-00000002: step 2, .*", " +restored +model, r
 INEXACT = ("not everything is as it was when step-00000002 was saved:", f" +approximated +{FORGOTTEN}")
 
 
-SERVER = """
-import json, logging, os, sys
-import ckpt.manager
+# the server that it is forked from has imported ckpt, which is heard from then on
+AS_BEFORE_THE_IMPORT = """
+import logging, sys
 
-for name in [name for name in sys.modules if name.partition(".")[0] == "ckpt"]:
-    del sys.modules[name]
+del sys.modules["ckpt"]
 logger = logging.getLogger("ckpt")
 logger.handlers.clear(), logger.filters.clear(), logger.setLevel(logging.NOTSET)
-for line in sys.stdin:
-    request = json.loads(line)
-    child = os.fork()
-    if child == 0:
-        os.chdir(request["folder"])
-        os.environ.update(request["environment"])
-        os.dup2(os.open("stderr", os.O_CREAT | os.O_TRUNC | os.O_WRONLY), 2)
-        exec(compile(request["code"], "train.py", "exec"), {"__name__": "__main__"})
-        sys.exit()
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[subprocess.Popen[str]]:
-    """Forks a new process for each script, which imports ckpt. What ckpt imports, with torch, is imported once."""
-    server = [sys.executable, "-c", SERVER]
-    environment = {"PYTHONPATH": _path(), "PATH": "/usr/bin:/bin"}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(server, stdin=pipe, stdout=pipe, text=True, env=environment) as running:
-        yield running
-        assert running.stdin is not None
-        running.stdin.close()
-
-
 @pytest.fixture
-def said(processes: subprocess.Popen[str], tmp_path: Path) -> Callable[..., list[str]]:
+def said(tmp_path: Path) -> Said:
     """The lines on standard error of a training in a new process."""
 
     def run(before: str = "", until: int = 2, **environment: str) -> list[str]:
-        assert processes.stdin is not None
-        assert processes.stdout is not None
-        request = {"folder": str(tmp_path), "code": script(before, until=until), "environment": environment}
-        print(json.dumps(request), file=processes.stdin, flush=True)
-        status, text = processes.stdout.readline(), (tmp_path / "stderr").read_text()
-        assert status == "0\n", text
-        return text.splitlines()
+        code = AS_BEFORE_THE_IMPORT + script(before, until=until)
+        log, errors = tmp_path / "stdout", tmp_path / "stderr"
+        Script("-c", code, log=log, errors=errors, environment=environment, folder=tmp_path).run()
+        return errors.read_text().splitlines()
 
     return run
 

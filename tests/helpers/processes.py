@@ -172,7 +172,7 @@ class Script:
     def run(self, timeout: float = DEADLINE) -> str:
         """Let it run to its end, which must be a good one, and return what it said."""
         try:
-            assert self.wait(timeout) == 0, self.log.read_text()
+            assert self.wait(timeout) == 0, self.errors.read_text()
         finally:
             self.kill()
         return self.log.read_text()
