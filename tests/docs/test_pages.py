@@ -22,7 +22,7 @@ PAGES = {name: page(name) for name in all_pages()}
 RUN = [name for name, blocks in PAGES.items() if any(block.is_run or block.language == "python" for block in blocks)]
 WITH_COMMANDS = [name for name in RUN if any(block.is_run and block.language == "bash" for block in PAGES[name])]
 HEAVY = [name for name in RUN if any(re.search(IMPORTS, block.code) for block in PAGES[name])]
-LONG = ["moving/deepspeed.md"]  # it compiles for a minute
+LONG = ["moving/deepspeed.md", "guides/pipelines.md"]  # it compiles for a minute; four interpreters under torchrun
 ON_SERVERS = ["guides/hub.md", "guides/s3.md", "options.md"]
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ import ckpt
 from ckpt.cli.main import main
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
 from tests.helpers.forgery import write_manifest
-from tests.helpers.time_limit import time_limit
 
+pytestmark = pytest.mark.timeout(60)  # where it would wait for the other end of a pipe
 Harm = Callable[[Path], None]
 
 
@@ -166,12 +166,6 @@ class Root:
         assert ckpt.verify(tmp_path / "mirror")["more"] == []
         ckpt.prune(self.path, keep=ckpt.Keep(last=2))
         assert ckpt.verify(self.path)["more"] == []
-
-
-@pytest.fixture(autouse=True)
-def within_a_minute() -> Iterator[None]:
-    with time_limit(60):
-        yield
 
 
 @pytest.mark.parametrize("kind", MANIFESTS)

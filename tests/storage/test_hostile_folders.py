@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,13 +13,8 @@ from ckpt.errors import AbsentError, ConfigError, LockedError, StorageError
 from ckpt.storage import LocalStorage
 from ckpt.storage.local.volatile import VolatileStorage
 from tests.helpers.storage_contract import sizes
-from tests.helpers.time_limit import time_limit
 
-
-@pytest.fixture(autouse=True)
-def within_a_minute() -> Iterator[None]:
-    with time_limit(60):
-        yield
+pytestmark = pytest.mark.timeout(60)  # where it would wait for the other end of a pipe
 
 
 def names(root: Path) -> set[str]:
