@@ -18,6 +18,7 @@ from ckpt.cli.output import echo
 @click.option("--dtype", help="Cast floating point tensors: bfloat16, float16, float32, ...")
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Beyond this, write shards and an index.")
 @click.option("--part", default="model", show_default=True, help="Which part of the checkpoint.")
+@click.option("--format", help="Of SOURCE, where a folder holds saves in several formats: deepspeed, hf, ...")
 @click.option(
     "--beside",
     type=click.Path(exists=True, file_okay=False),
@@ -35,6 +36,7 @@ def push(
     dtype: str | None,
     max_shard_size: str,
     part: str,
+    format: str | None,
     beside: str | None,
     license: str | None,
     card: bool,
@@ -61,6 +63,7 @@ def push(
         dtype=dtype,
         max_shard_size=max_shard_size,
         part=part,
+        format=format,
         beside=beside,
         card={"license": license} if card and license else card,
     )

@@ -17,8 +17,7 @@ from ckpt.formats.registry import ACCELERATE
 from ckpt.load.accelerate_reader import open_any
 from ckpt.load.accelerate_state import UNKNOWN_PROGRESS
 from ckpt.load.broadcast import planned_broadcasts
-from ckpt.load.fit import Misfits, find_misfits, from_main_rank
-from ckpt.load.live_division import Elsewhere, find_elsewhere
+from ckpt.load.fit import Elsewhere, Misfits, find_elsewhere, find_misfits, from_main_rank
 from ckpt.load.reader import CheckpointReader
 from ckpt.load.select import Candidate
 from ckpt.ranks.consensus import run_on_all_ranks

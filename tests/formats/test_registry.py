@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import ckpt
+from ckpt.cli.main import main
 from tests.helpers.zero_files import model_states, weights, write_save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -207,3 +209,20 @@ def test_a_checkpoint_that_lost_its_manifest_is_no_folder_of_weights(tmp_path: P
     checkpoint_without_a_manifest(tmp_path / "saved")
     for entry, found in answers(tmp_path / "saved", scratch).items():
         assert "has lost manifest.json" in str(found), entry
+
+
+def test_what_knows_only_checkpoints_of_ours_takes_them_from_a_root_with_a_model_beside(tmp_path: Path) -> None:
+    root(tmp_path / "run")
+    save_file(OLD, tmp_path / "run" / "model.safetensors")
+    assert ckpt.verify(tmp_path / "run") == {"x": []}
+    shown = CliRunner().invoke(main, ["show", str(tmp_path / "run")])
+    assert shown.exit_code == 0, shown.output
+    ckpt.pull(tmp_path / "run", tmp_path / "copy")
+    assert ckpt.verify(tmp_path / "copy") == {"x": []}
+    assert ckpt.load_model(tmp_path / "copy", model := Net()) == {}
+    assert answer(model.state_dict) == answer(lambda: NEW)
+
+
+@pytest.mark.parametrize("command", ["merge", "convert", "diff", "push"])
+def test_every_command_that_refuses_two_formats_has_the_option_that_chooses(command: str) -> None:
+    assert "--format" in CliRunner().invoke(main, [command, "--help"]).output

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.load.broadcast import _plan
-from ckpt.load.broadcast_group import RankReads
+from ckpt.load.broadcast import RankReads, _plan
 from ckpt.state import rng
 from tests.helpers.places import Place
 from tests.helpers.processes import run_ranks, seed_everything
