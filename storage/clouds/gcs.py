@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from ckpt.errors import ConfigError, StorageError
-from ckpt.storage.base import ANY, Entry, changed
+from ckpt.storage.base import ANY, Entry
 from ckpt.storage.clouds import errors
 from ckpt.storage.clouds.answers import LARGEST, Answer, AnswerError, receive, successful
 from ckpt.storage.clouds.objects import AT_ONCE, WRITE, CloudObjects, Head, Retried, refuse_unknown
@@ -168,8 +168,6 @@ class GcsClient:
 
         begin = f"could not {what} {where}"
         if isinstance(error, AnswerError):
-            if error.status == 412:
-                return changed(where)
             if error.status == 404 and what in ("write", "list"):  # the object need not be there, only its bucket
                 return errors.no_container(begin, self._advice)
             return errors.from_answer(error.status, error.code, what, where, self._advice)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import ckpt
-from ckpt.storage import Entry, open_storage
+from ckpt.storage import Entry, Storage, multipart, open_storage
 from ckpt.storage.clouds.answers import Answer, AnswerError, receive
 from ckpt.storage.clouds.errors import CutError
 from ckpt.storage.clouds.objects import CloudObjects
@@ -21,6 +22,7 @@ from ckpt.storage.clouds.resumable import Part
 from ckpt.storage.retry import RetryPolicy
 from tests.helpers import clouds
 from tests.helpers.clouds import ACCOUNT, BUCKET, KEY
+from tests.helpers.hostile_bucket import HostileBucket, Reply
 from tests.helpers.storage_contract import sizes
 
 SECRET = "c2VjcmV0LXRoYXQtbXVzdC1ub3QtYmUtc2hvd24="
@@ -347,3 +349,62 @@ def test_a_store_that_lists_nonsense_is_refused(entries: list[Entry], following:
     client: Any = Lying(entries, following)
     with pytest.raises(ckpt.StorageError, match=said):
         list(CloudObjects("az://container/run", "run", client, RetryPolicy(deadline=0)).entries(""))
+
+
+@contextmanager
+def answering(url: str, **replies: Reply) -> Iterator[Storage]:
+    """A storage whose server has one answer for each method."""
+    with HostileBucket({}, lambda asked, _: replies[asked.method]) as server:
+        if url.startswith("gs:"):
+            yield open_storage(url, token="anon", endpoint_url=server.url, deadline=1.0)
+        else:
+            account = f"AccountName=a;AccountKey={SECRET};BlobEndpoint={server.url}/a;"
+            yield open_storage(url, connection_string=account, deadline=1.0)
+
+
+def test_an_answer_that_is_neither_a_success_nor_an_error_is_no_list() -> None:
+    page = json.dumps({"items": [{"name": "run/object", "size": "3", "generation": "1"}]}).encode()
+    with (
+        answering("gs://bucket/run", GET=Reply(300, page)) as storage,
+        pytest.raises(ckpt.StorageError, match="the server says 300"),
+    ):
+        list(storage.list())
+
+
+@pytest.mark.parametrize("status", [404, 410])
+def test_an_upload_that_the_server_has_forgotten_is_said(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multipart.split_into_parts, "__defaults__", (5,))
+    begun = Reply(headers={"Location": "http://elsewhere/upload?upload_id=1"})
+    with (
+        answering("gs://bucket/run", POST=begun, PUT=Reply(status), DELETE=Reply(204), GET=Reply(404)) as storage,
+        pytest.raises(
+            ckpt.StorageError, match=r"run/object: the server does not know this upload any more\. Save again"
+        ),
+    ):
+        storage.write("object", iter([b"01234", b"56789"]))
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [("conditionNotMet", ckpt.errors.ConflictError), ("orgPolicyConstraintFailed", ckpt.StorageError)],
+)
+def test_of_the_conditions_that_google_refuses_a_write_for_only_ours_is_a_conflict(
+    reason: str, kind: type[Exception]
+) -> None:
+    body = json.dumps({"error": {"errors": [{"reason": reason}]}}).encode()
+    with (
+        answering("gs://bucket/run", POST=Reply(412, body), GET=Reply(404)) as storage,
+        pytest.raises(ckpt.StorageError) as raised,
+    ):
+        storage.write("object", [b"x"])
+    assert type(raised.value) is kind
+
+
+def test_a_copy_that_azure_gives_up_is_an_error() -> None:
+    there = Reply(headers={"ETag": "x"}, announced=1)
+    failed = Reply(202, headers={"x-ms-copy-status": "failed", "x-ms-copy-id": "1"})
+    with (
+        answering("az://container/run", HEAD=there, PUT=failed) as storage,
+        pytest.raises(ckpt.StorageError, match=r"could not copy \S+/other: the server says that the copy is failed"),
+    ):
+        storage.link("object", "other")
