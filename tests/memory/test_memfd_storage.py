@@ -115,6 +115,22 @@ def test_the_socket_is_for_this_user_alone(tmp_path: Path, server: Serving) -> N
     assert (tmp_path / memfd_wire.SOCKET).stat().st_mode & 0o777 == 0o600
 
 
+def test_an_object_that_is_being_written_when_its_lock_file_goes_gets_no_name(tmp_path: Path, server: Serving) -> None:
+    storage = MemfdStorage(tmp_path)
+
+    def pieces() -> Iterator[bytes]:
+        yield b"x"
+        (tmp_path / memfd_storage.LOCKS / ".lock").unlink()
+        yield b"y"
+
+    with (
+        storage.lock(".lock", note="me"),
+        pytest.raises(StorageError, match=r"\.lock was removed, alone or with all of"),
+    ):
+        storage.write("key", pieces())
+    assert sizes(storage) == {}
+
+
 @pytest.mark.slow
 def test_more_keys_than_a_message_holds_are_listed_and_deleted(tmp_path: Path, server: Serving) -> None:
     storage = MemfdStorage(tmp_path)

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -594,6 +595,39 @@ class TestLocksOnNames:
                     call()
             assert everything(tmp_path) == {"root/a"}
         storage.write("b", [b"x"])
+
+    @pytest.mark.parametrize("grouped", [False, True])
+    def test_a_file_that_is_being_written_when_the_lock_file_goes_gets_no_name(
+        self, tmp_path: Path, grouped: bool
+    ) -> None:
+        storage = LocalStorage(tmp_path / "root")
+
+        def pieces() -> Iterator[bytes]:
+            yield b"x"
+            (tmp_path / "root" / ".lock").unlink()
+            yield b"y"
+
+        with storage.lock(".lock", note="me"):
+            with (
+                pytest.raises(LockedError, match=r"\.lock was removed, alone or with all of"),
+                storage.grouped() if grouped else nullcontext(),
+            ):
+                storage.write("object", pieces())
+            assert everything(tmp_path) == set()
+
+
+@pytest.mark.parametrize("why", ["it has content", "somebody holds it"])
+def test_a_file_of_somebody_else_where_a_folder_belongs_is_kept(tmp_path: Path, why: str) -> None:
+    """An empty one that nobody holds was left by an earlier version, and makes room."""
+    (tmp_path / "step").write_bytes(b"mine" if why == "it has content" else b"")
+    with open(tmp_path / "step", "rb") as held:
+        if why == "somebody holds it":
+            fcntl.flock(held, fcntl.LOCK_SH)
+        with pytest.raises(StorageError, match="step"):
+            LocalStorage(tmp_path).write("step/object", [b"x"])
+    assert (tmp_path / "step").is_file()
+    (tmp_path / "step").write_bytes(b"")
+    LocalStorage(tmp_path).write("step/object", [b"x"])
 
 
 def test_a_file_of_holes_is_not_read_into_memory_that_it_does_not_take(tmp_path: Path) -> None:
