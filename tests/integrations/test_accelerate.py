@@ -325,7 +325,9 @@ def test_loops_without_training_leave_no_trace_and_begin_at_their_beginning(tmp_
     assert epoch_with_evaluation(new_accelerator()) == [6] * 5
 
 
-def test_a_script_that_skips_batches_itself_does_not_skip_twice(tmp_path: Path) -> None:
+def test_a_script_that_skips_batches_itself_does_not_skip_twice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     accelerator = new_accelerator()
     loader, parts = _prepared(accelerator)
     with attach(accelerator, tmp_path):
@@ -340,6 +342,11 @@ def test_a_script_that_skips_batches_itself_does_not_skip_twice(tmp_path: Path) 
         assert len(list(accelerator.skip_first_batches(loader, 1))) == 5
         accelerator.load_state(str(tmp_path / "step_2"))
         assert accelerator.skip_first_batches(loader, 2) is loader
+        assert "batches of this loader are done" not in caplog.text
+        assert len(list(loader)) == 4
+        accelerator.load_state(str(tmp_path / "step_2"))
+        assert accelerator.skip_first_batches(loader, 3) is loader
+        assert "skip_first_batches(3): by the checkpoint 2 batches of this loader are done" in caplog.text
         assert len(list(loader)) == 4
 
 

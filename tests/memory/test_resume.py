@@ -196,6 +196,19 @@ def test_nor_when_it_has_ended_after_a_resume(tmp_path: Path, memory: Path) -> N
     assert list(memory.iterdir()) == []
 
 
+def test_they_stay_when_the_last_save_of_a_run_fails(tmp_path: Path, memory: Path) -> None:
+    training = Training(tmp_path / "root")
+    manager = training.manager
+    manager.resume()
+    for _ in range(4):
+        training.one_step()
+    shutil.rmtree(tmp_path / "root")
+    (tmp_path / "root").write_text("in the way")
+    with pytest.raises(ckpt.CkptError), contextlib.closing(manager):
+        manager.save_state(wait=False)
+    assert snapshots(memory) == ["step-00000003"]
+
+
 def test_there_are_two_snapshots_at_most_and_no_more_memory_than_they_take(tmp_path: Path, memory: Path) -> None:
     Training(tmp_path / "root", memory_every=1, save_every=None).to(9)
     assert snapshots(memory) == ["step-00000008", "step-00000009"]

@@ -153,6 +153,7 @@ def test_every_counts_true_steps_across_a_resume(tmp_path: Path) -> None:
             for _ in range(3):
                 run.step()
                 seen += [run.progress.step] if run.every(2) else []
+                assert run.every(1)
             run.save_state()
     assert seen == [2, 4, 6]
     with manager(tmp_path) as run, pytest.raises(ConfigError, match="every"):
