@@ -336,7 +336,6 @@ class StateManager:
             LockedError: Another run writes to the root.
         """
         session = self._session
-        session.saver.owner.require("resume()")
         session.set_started()
         with session.saver.taking_root():
             restored = session.load(None, strict=strict)

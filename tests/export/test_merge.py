@@ -416,6 +416,11 @@ class TestBadInput:
         with pytest.raises(ckpt.ConfigError, match=told):
             ckpt.merge(dcp, f"{tmp_path}/{destination}")
 
+    def test_a_destination_that_is_a_folder_of_a_store_without_folders(self, dcp: Place) -> None:
+        open_storage("memory://merge/taken").write("model.safetensors/notes.txt", b"x")
+        with pytest.raises(ckpt.ConfigError, match=r"taken/model\.safetensors is a directory\. Name a file in it"):
+            ckpt.merge(dcp, "memory://merge/taken/model.safetensors")
+
     def test_a_source_of_no_known_kind(self, root: Place, tmp_path: Path) -> None:
         (root / "folder" / "notes.txt").write_bytes(b"x")
         (root / "old" / "pytorch_model.bin").write_bytes(b"x")
