@@ -417,7 +417,7 @@ class TestBadInput:
             ckpt.merge(dcp, f"{tmp_path}/{destination}")
 
     def test_a_destination_that_is_a_folder_of_a_store_without_folders(self, dcp: Place) -> None:
-        open_storage("memory://merge/taken").write("model.safetensors/notes.txt", b"x")
+        open_storage("memory://merge/taken").write("model.safetensors/notes.txt", [b"x"])
         with pytest.raises(ckpt.ConfigError, match=r"taken/model\.safetensors is a directory\. Name a file in it"):
             ckpt.merge(dcp, "memory://merge/taken/model.safetensors")
 
