@@ -39,8 +39,7 @@ def _write(descriptor: int, pieces: Iterable[Buffer]) -> int:
 
 def _write_in_threads(descriptor: int, pieces: StablePieces) -> int:
     """Write pieces that do not change while the next ones are asked for."""
-    if os.fstat(descriptor).st_size < pieces.size:
-        os.ftruncate(descriptor, pieces.size)
+    os.ftruncate(descriptor, pieces.size)
     with mmap.mmap(descriptor, pieces.size) as file, memoryview(file) as mapped, _open_writers() as writers:
         start = turn = 0
         for piece in pieces:

@@ -80,11 +80,11 @@ class VolatileStorage(LocalStorage):
 
     def _opened(self, path: Path, size: int) -> int:
         """A file to write to: the spare whose size is nearest, or a new one."""
-        for _, spare in sorted(self._spares(), key=lambda found: abs(found[0] - size)) if size else ():
-            if size >= _WORTH_RECYCLING:
-                with suppress(*NOTHING_THERE):  # another rank of this host has taken it, or it is none of ours
-                    os.rename(spare, path)
-                    return _reopened(path)
+        spares = self._spares() if size >= _WORTH_RECYCLING else []
+        for _, spare in sorted(spares, key=lambda found: abs(found[0] - size)):
+            with suppress(*NOTHING_THERE):  # another rank of this host has taken it, or it is none of ours
+                os.rename(spare, path)
+                return _reopened(path)
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
     def _spares(self) -> list[tuple[int, Path]]:

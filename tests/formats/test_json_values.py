@@ -492,23 +492,24 @@ class TestRefused:
         assert same(back([shared, {"again": shared}, (shared, shared)]), [shared, {"again": shared}, (shared, shared)])
 
     @pytest.mark.parametrize(
-        "around",
+        ("around", "levels"),
         [
-            lambda value: [value],
-            lambda value: {"k": value},
-            lambda value: {("k",): value},
-            lambda value: deque([value]),
-            lambda value: defaultdict(dict, {0: value}),
-            lambda value: OrderedDict({"$": (value,)}),
+            (lambda value: [value], 1),
+            (lambda value: {"k": value}, 1),
+            (lambda value: {("k",): value}, 1),
+            (lambda value: deque([value]), 1),
+            (lambda value: defaultdict(dict, {0: value}), 1),
+            (lambda value: OrderedDict({"$": (value,)}), 2),
         ],
         ids=["list", "dict", "items", "deque", "defaultdict", "ordered"],
     )
     def test_what_is_nested_too_deeply_is_refused_and_what_is_not_comes_back(
-        self, around: Callable[[Any], Any]
+        self, around: Callable[[Any], Any], levels: int
     ) -> None:
-        value: Any = 1
+        value, count = 1, -1
         while not refused(value):
-            fits, value = value, around(value)
+            fits, value, count = value, around(value), count + 1
+        assert count * levels in (100, 101)  # numbers in the innermost list are not looked at one by one
         for problem in refused(value):
             assert "nested more than 100 levels deep" in problem
             assert len(problem) < 200

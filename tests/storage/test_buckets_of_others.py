@@ -96,3 +96,13 @@ def test_a_bucket_may_be_a_part_of_the_hosts_name(server: Server, s3: str, monke
     assert asked & {DOMAIN, f"{BUCKET}.{DOMAIN}"} == {f"{BUCKET}.{DOMAIN}"}  # others still have 127.0.0.1 to look up
     assert ckpt.verify(s3, storage_options=options) == ckpt.verify(s3) == {"step-00000002": [], "step-00000001": []}
     assert open_storage(s3).read("large") == bytes(17 << 20)
+
+
+def test_uploads_that_may_not_be_listed_are_named_once(
+    proxied: FaultyProxy, s3: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxied.plan = lambda method, path: "denied" if "uploads" in path else None
+    storage = open_storage(s3, **reached_through(proxied))
+    for _ in range(2):
+        storage.sweep()
+    assert caplog.text.count("uploads that were cut off are not removed") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import signal
 import tempfile
@@ -10,6 +11,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,9 @@ import ckpt
 from ckpt.cli.main import main
 from ckpt.root.keys import new_key
 from ckpt.storage import HubStorage, Storage, open_storage
+from ckpt.storage.hub.download import _is_intact
+from ckpt.storage.hub.errors import translated_errors
+from ckpt.storage.hub.repo import HubFile
 from tests.helpers.hostile_bucket import Reply
 from tests.helpers.hub_server import HubServer, connect
 from tests.helpers.places import intact
@@ -615,3 +620,24 @@ def test_an_answer_that_is_cut_off_ends_neither_a_resume_nor_verify(hub: HubServ
 def test_a_repository_that_does_not_exist_is_not_listed_as_an_empty_one(hub: HubServer) -> None:
     with pytest.raises(ckpt.StorageError, match=r"hub://me/typo"):
         ckpt.list_checkpoints("hub://me/typo")
+
+
+def test_an_error_that_the_client_wraps_is_told_by_its_cause() -> None:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    answer: Any = SimpleNamespace(
+        status_code=403, headers={}, request=None
+    )  # of whichever HTTP library the client uses
+    denied = HfHubHTTPError("no", response=answer)
+    with pytest.raises(ckpt.DeniedError, match="the token may not do that"), translated_errors("upload", ROOT):
+        raise RuntimeError("Error while uploading 'model.safetensors'") from denied
+    with pytest.raises(ckpt.StorageError, match="RuntimeError: of its own"), translated_errors("upload", ROOT):
+        raise RuntimeError("of its own")
+
+
+def test_a_bar_counts_the_bytes_that_are_verified(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"bytes")
+    intact = HubFile("file", 5, hashlib.sha256(b"bytes").hexdigest())
+    counted: list[float] = []
+    assert _is_intact(tmp_path / "file", intact, counted.append)
+    assert sum(counted) == 5

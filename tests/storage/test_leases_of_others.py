@@ -13,6 +13,7 @@ import pytest
 import ckpt
 from ckpt.storage import Storage, lease_record, leases, open_storage
 from ckpt.util.process_identity import process_identity
+from tests.storage.test_leases import wait_until
 
 
 @pytest.fixture
@@ -96,3 +97,27 @@ def test_who_was_taken_for_gone_leaves_the_lease_of_who_took_over(url: str, monk
 
 def lease_files(url: str) -> list[Path]:
     return list(Path(url.removeprefix("local://"), lease_record.FOLDER, "alone").iterdir())
+
+
+def test_a_reader_that_was_taken_for_gone_keeps_others_from_removing_what_it_reads_again(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "RENEWAL", 0.1)
+    reader = open_storage(url)
+    folder = Path(url.removeprefix("local://"), lease_record.shared_folder("step"))
+    with reader.lock("step", shared=True, note="a reader"):
+        (sign,) = folder.iterdir()
+        first = sign.read_text()
+        wait_until(lambda: sign.read_text() != first)
+        sign.unlink()
+        wait_until(sign.exists)
+        with pytest.raises(ckpt.LockedError, match="a reader"), open_storage(url).lock("step"):
+            pass
+
+
+def test_a_lock_that_was_dropped_without_being_left_is_free_at_once(url: str) -> None:
+    dropped = open_storage(url).lock(".lock", note="dropped")
+    dropped.__enter__()
+    del dropped
+    with open_storage(url).lock(".lock"):
+        pass

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import pytest
 
-from ckpt.errors import LockedError
+from ckpt.errors import ConflictError, LockedError
 from ckpt.storage import MemoryStorage, Storage
 from tests.helpers.storage_contract import StorageContract, sizes
 
@@ -38,3 +39,23 @@ class TestMemoryStorage(StorageContract):
         storage.write("object", [piece])
         piece[:] = b"after!"
         assert storage.read("object") == b"before"
+
+    def test_of_many_threads_that_replace_one_version_a_single_one_does(self) -> None:
+        storage, together, refused = MemoryStorage(next(_names)), threading.Barrier(8), []
+        storage.write("object", [bytes(16 << 20)])  # so large that other threads run while its version is computed
+        version = storage.version("object")
+
+        def replace(number: int) -> None:
+            together.wait(60)
+            try:
+                storage.write("object", [b"%d" % number], over=version)
+            except ConflictError:
+                refused.append(number)
+
+        threads = [threading.Thread(target=replace, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(refused) == 7
+        assert int(storage.read("object")) not in refused

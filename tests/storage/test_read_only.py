@@ -134,6 +134,8 @@ def test_nothing_is_written_there(source: str) -> None:
         open_storage(source).write("a", [b"x"])
     with pytest.raises(ckpt.DeniedError, match="can only be read"):
         open_storage(source).delete(["a"])
+    with pytest.raises(ckpt.DeniedError, match="can only be read"):
+        open_storage(source).sweep()
 
 
 def test_damage_is_noticed_there_too(run: Path, tmp_path: Path) -> None:

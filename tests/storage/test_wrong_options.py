@@ -57,7 +57,7 @@ def test_certificates_that_are_missing_or_none_are_named_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "empty.pem").write_text("none")
-    given = {"endpoint_url": "https://127.0.0.1:9", "key": "k", "secret": "s"}
+    given = {"endpoint_url": "https://127.0.0.1:9", "key": "k", "secret": "s", "deadline": 1}
     for name in ("missing.pem", "empty.pem"):
         monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / name))
         with pytest.raises(ckpt.ConfigError, match=r"certificates to trust cannot be read\. Check AWS_CA_BUNDLE"):
