@@ -125,7 +125,7 @@ def _is_needed(file: FileRecord, manifest: Manifest, ranks: Ranks) -> bool:
     return ranks.world_size != manifest.world_size or rank_of(file.name) in (None, ranks.rank)
 
 
-def problem(name: str, hosts: Hosts, missing: list[list[str]]) -> str:
+def problem_on_hosts(name: str, hosts: Hosts, missing: list[list[str]]) -> str:
     """On the main rank: one message that says which host lacks which files; empty if none does."""
     by_root: dict[int, set[str]] = {}
     for rank, paths in enumerate(missing):
@@ -186,7 +186,7 @@ class Inspection:
         checked = Result.capture(lambda: self.trust.checked(replace(found, name=name)))
         storage = checked.then(lambda manifest: storage_for_rank(tiers, manifest, self.ranks, held))
         missing = storage.then(lambda found: found if isinstance(found, list) else [])
-        problem = decide_together(self.ranks, self.call, missing, lambda each: problem(name, hosts, each))
+        problem = decide_together(self.ranks, self.call, missing, lambda each: problem_on_hosts(name, hosts, each))
         if problem:
             raise DamagedError(problem)
         return checked.value, storage.value
