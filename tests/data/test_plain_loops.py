@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
@@ -265,6 +265,21 @@ def test_a_warm_up_before_a_resume_is_none_of_the_managers_epochs_either(anywher
     with Training(anywhere, run=1).manager as manager:
         manager.resume()
         assert list(manager.epochs(2)) == [0, 1]
+
+
+def test_the_epoch_that_a_script_sets_for_its_sampler_is_left_as_it_is(anywhere: str) -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(Numbers(), 4, sampler=DistributedSampler(Numbers(), 1, 0))
+
+    straight = make()
+    training = Training(anywhere, make=make)
+    for loader in (straight, training.loader):
+        loader.sampler.set_epoch(7)
+    with training.manager as manager:
+        manager.resume()
+        for batch in training.loader:
+            training.on(batch)
+    assert [inputs for inputs, *_ in training.seen] == [inputs.flatten().tolist() for inputs, _ in straight]
 
 
 def test_samples_count_where_they_are_trained_on_after_their_pass_has_ended(anywhere: str) -> None:
