@@ -323,3 +323,22 @@ class TestSamples:
             for _ in manager.batches(Fixture(f"{anywhere}/other").loader):
                 pass
             assert manager.progress.samples == SIZE
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_loop_without_a_loader_is_told_where_to_step_and_that_its_data_is_unseen_unless_its_generator_is_registered(
+    anywhere: str, caplog: pytest.LogCaptureFixture, registered: bool
+) -> None:
+    model, generator = nn.Linear(2, 2), torch.Generator()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ckpt.StateManager(anywhere, model=model, optimizer=optimizer) as manager:
+        if registered:
+            manager.register(generator=generator)
+        manager.resume()
+        for _ in range(2):
+            model(torch.randn(3, 2, generator=generator)).sum().backward()
+            optimizer.step()
+            manager.step()
+        manager.save_state()
+    assert "call it last in the iteration" in caplog.text.lower()
+    assert ("can't see where this loop's batches come from" in caplog.text) is not registered
