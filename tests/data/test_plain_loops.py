@@ -271,7 +271,7 @@ def test_the_epoch_that_a_script_sets_for_its_sampler_is_left_as_it_is(anywhere:
     def make() -> DataLoader[Any]:
         return DataLoader(Numbers(), 4, sampler=DistributedSampler(Numbers(), 1, 0))
 
-    straight = make()
+    straight: Any = make()
     training = Training(anywhere, make=make)
     for loader in (straight, training.loader):
         loader.sampler.set_epoch(7)
