@@ -13,7 +13,7 @@ MATRIX := guarantees/resume_matrix load/world_size state/save_and_load data/resu
 FAST := not slow and not gpu
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo check fast test test-all alone shuffled profile coverage test-s3 test-accelerate lint format site kills memory-kills faults campaign mutants fuzz bench release environments versions clean
+.PHONY: demo check fast test test-all alone shuffled profile coverage test-s3 test-accelerate scripts lint format site kills memory-kills faults campaign mutants fuzz bench release environments versions clean
 
 demo: $(READY)
 	$(BIN)/ckpt demo
@@ -68,12 +68,20 @@ coverage: $(READY)
 test-s3: $(READY)
 	CKPT_ROOT=s3 $(PYTEST) $(foreach name,$(MATRIX),tests/$(dir $(name))test_$(notdir $(name)).py)
 
-# Accelerate's own tests of checkpoints, from a checkout of the installed version, with every accelerator attached
+# Accelerate's own tests of checkpoints, from a checkout of the installed version, with every accelerator attached: with
+# saves in the foreground, and in the background
 ACCELERATE ?= ../accelerate
+ACCELERATED = PYTHONPATH=tests/accelerate_suite CKPT_MEMORY_KEEPER=off $(BIN)/pytest -p attached_accelerators \
+	-p no:cacheprovider -c /dev/null --rootdir $(ACCELERATE) --tb=short \
+	$(addprefix $(ACCELERATE)/tests/test_,state_checkpointing.py accelerator.py)
 test-accelerate: $(READY)
-	PYTHONPATH=tests/accelerate_suite CKPT_MEMORY_KEEPER=off $(BIN)/pytest -p attached_accelerators -p no:cacheprovider \
-		-c /dev/null --rootdir $(ACCELERATE) --tb=short \
-		$(addprefix $(ACCELERATE)/tests/test_,state_checkpointing.py accelerator.py)
+	$(ACCELERATED)
+	$(ACCELERATED) --background
+
+# scripts of other people, from checkouts that tests/scripts/scripts.py names: killed three times, resumed, compared
+SOURCES ?= ../sources
+scripts: $(READY)
+	$(BIN)/python -m tests.scripts --sources $(SOURCES) $(if $(REPORT),--report $(REPORT)) $(SCRIPTS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """A pytest plugin for the tests of Accelerate itself: every `Accelerator` that they build is attached to ckpt.
 
-`make test-accelerate ACCELERATE=path/to/a/checkout` loads it, and runs those tests that save or load. They remove
-their folders right after `save_state()`, and Accelerate has written by then: so this saves in the foreground.
+`make test-accelerate ACCELERATE=path/to/a/checkout` loads it, and runs those tests that save or load, twice: with saves
+in the foreground, and with `--background` as ckpt saves by itself.
 """
 
 from __future__ import annotations
@@ -19,15 +19,22 @@ from ckpt.integrations.accelerate import attach
 CHOSEN = {"test_state_checkpointing.py": "", "test_accelerator.py": ("save_load", "stateful_dataloader", "pickle")}
 EXPECTED_FAILURES: dict[str, str] = {}  # by a part of a test's name, the reason
 _build = Accelerator.__init__
+_background = False
 
 
 def _build_attached(self: Any, *args: Any, **options: Any) -> None:
     _build(self, *args, **options)
     root = None if self.project_dir else Path(tempfile.mkdtemp(), "root")
-    attach(self, root, saving=SaveOptions(background=False))
+    attach(self, root, saving=SaveOptions(background=_background))
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--background", action="store_true")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    global _background
+    _background = config.getoption("--background")
     Accelerator.__init__ = _build_attached
 
 
