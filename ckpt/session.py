@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from ckpt.data.loop import Loop
-from ckpt.data.metrics import as_numbers, checked_metrics
+from ckpt.data.progress import as_numbers, checked_metrics
 from ckpt.errors import ConfigError, DamagedError, Preempted, StorageError
 from ckpt.load.load_state import LiveObjects, StateLoader
 from ckpt.load.locations import Locations
@@ -27,11 +27,10 @@ from ckpt.ranks.save_schedule import SaveSchedule
 from ckpt.root.catalog import check_name, manifests_of_run, name_of_step
 from ckpt.root.trust import open_keys
 from ckpt.save.capture import StateCapture
-from ckpt.save.environment import device_name, versions
 from ckpt.save.finite_guard import FiniteGuard
 from ckpt.save.last_boundary import LastBoundary
 from ckpt.save.live_state import LiveState
-from ckpt.save.root_writer import RootWriter
+from ckpt.save.root_writer import RootWriter, device_name, versions
 from ckpt.save.saver import Saver
 from ckpt.save.snapshot import Snapshots
 from ckpt.save.transaction import SaveRequest

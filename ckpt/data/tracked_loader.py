@@ -27,8 +27,7 @@ from ckpt.data.following import MakeIterator, own_iterator
 from ckpt.data.loader_info import Loader, batches_skipped, goes_by_index, size_of
 from ckpt.data.position import Position
 from ckpt.data.repartition import Repartition
-from ckpt.data.restore_base import RestoreStrategy
-from ckpt.data.restore_strategy import choose_strategy
+from ckpt.data.restore_strategy import RestoreStrategy, choose_strategy
 from ckpt.state import samplers
 
 

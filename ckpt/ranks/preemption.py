@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -10,11 +11,137 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from types import FrameType
+from typing import Any
 
-from ckpt.ranks.common_step import CommonStep
-from ckpt.ranks.group import Ranks
-from ckpt.ranks.signals import SignalListener
+from torch.utils.data import get_worker_info
+
+from ckpt.ranks.group import MAIN, Ranks
+from ckpt.ranks.store import LostStoreError
 from ckpt.util.fork_safety import OwnerProcess
+
+_POLL = 1.0  # seconds
+
+
+class CommonStep:
+    """Finds a step that no rank has passed, once any of them has asked for one.
+
+    No rank waits here: training synchronises the ranks, and a rank that waited would keep the others from reaching
+    their next step. The main rank proposes a step to come; each rank that has not passed it acknowledges it; the first
+    rank to reach it checks whether all have, and its finding holds for all (`first_wins`). If a rank had passed the
+    step already, the main rank proposes another one, farther ahead.
+    """
+
+    def __init__(self, ranks: Ranks, what: str) -> None:
+        self.asked = False  # by this rank, or, as far as it knows, by another
+        self._ranks = ranks
+        self._what = what
+        self._round = 0
+        self._announced = False
+        self._acknowledged = self._target = 0
+        self._ahead = 1
+        self._next_poll = 0.0
+
+    def due(self, step: int) -> bool:
+        """Whether this is the step. The same on every rank; then the next round begins, which nobody has asked for."""
+        self.asked = self.asked or self._others_have_asked()
+        if not self.asked:
+            return False
+        found = self._ranks.world_size == 1 or self._is_common(step)
+        if found:
+            self._begin_round()
+        return found
+
+    def _is_common(self, step: int) -> bool:
+        if not self._announced:
+            self._announced = True
+            self._ranks.note(self._key("asked"), "")
+        target = self._proposed_target(step)
+        if step < target and self._acknowledged < target:
+            self._acknowledged = target
+            self._ranks.note(self._key(f"after/{target}"), "")
+        if step != target:
+            return False
+        ready = len(self._ranks.notes(self._key(f"after/{target}"))) == self._ranks.world_size
+        return self._ranks.first_wins(self._key(f"after/{target}/settled"), "now" if ready else "later") == "now"
+
+    def _proposed_target(self, step: int) -> int:
+        """The step in question; 0 if none was proposed yet. Past it, the main rank proposes a new one."""
+        if self._ranks.rank == MAIN and step > self._target:
+            self._ahead *= 2
+            self._target = step + self._ahead
+            self._ranks.publish(self._key("after"), str(self._target))
+        return int(self._ranks.published(self._key("after")) or 0)
+
+    def _others_have_asked(self) -> bool:
+        """One rank may have asked alone. Polling costs a request, so it is done once a second."""
+        if self._ranks.world_size == 1 or time.monotonic() < self._next_poll:
+            return False
+        self._next_poll = time.monotonic() + _POLL
+        try:
+            return bool(self._ranks.notes(self._key("asked")))
+        except LostStoreError:  # its host has ended: no fault at the end of training, and a save would report it
+            self._next_poll = math.inf
+            return False
+
+    def _begin_round(self) -> None:
+        self._round += 1
+        self.asked = self._announced = False
+        self._acknowledged = self._target = 0
+        self._ahead = max(1, self._ahead // 2)  # what was far enough is proposed at once
+
+    def _key(self, name: str) -> str:
+        return f"{self._what}/{self._round}/{name}"
+
+
+# Handlers of signals that leave those of others at work.
+Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
+
+
+class SignalListener:
+    """Calls `told` when a signal comes, then the handler that was there before. Ctrl-C interrupts the second time.
+
+    A forked child has no training loop: there the signal does what it did before. But loader workers are left alone by
+    Ctrl-C, and children by SIGUSR1, of which they would die.
+    """
+
+    def __init__(self, number: signal.Signals, told: Callable[[], None]) -> None:
+        self.number = number
+        self._told = told
+        self._owner = OwnerProcess()
+        self._previous: Handler = None
+        self._installed: Callable[[int, FrameType | None], None] | None = None
+        self._count = 0
+
+    def listen(self) -> None:
+        """Install the handler. Does nothing outside the main thread, or if it is installed."""
+        if threading.current_thread() is threading.main_thread() and self._installed is None:
+            self._previous = signal.getsignal(self.number)
+            self._installed = self._handle
+            signal.signal(self.number, self._installed)
+
+    def close(self) -> None:
+        """Restore the previous handler, unless another one was installed since."""
+        if self._installed is not None and signal.getsignal(self.number) is self._installed:
+            signal.signal(self.number, self._previous or signal.SIG_DFL)
+        self._installed = None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._count += 1
+        previous = self._previous
+        if self._owner.is_here:
+            self._told()
+        elif (number == signal.SIGINT and get_worker_info() is not None) or number == signal.SIGUSR1:
+            return
+        answers = self._owner.is_here and self._installed is not None  # or it was put back by a later handler
+        if previous is signal.default_int_handler and answers and self._count == 1:
+            os.write(2, b"Ctrl-C: saves after this step, and stops; once more stops at once\n")
+        elif callable(previous):
+            previous(number, frame)
+        elif not answers:
+            signal.signal(number, previous or signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
 
 _log = logging.getLogger("ckpt")
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import signal
 import time
 
-from ckpt.ranks.common_step import CommonStep
 from ckpt.ranks.group import MAIN, Ranks
-from ckpt.ranks.signals import SignalListener
+from ckpt.ranks.preemption import CommonStep, SignalListener
 from ckpt.util.option_values import parse_duration
 
 

@@ -16,10 +16,10 @@ from ckpt.save.captured_state import CapturedState
 from ckpt.save.comparison_history import ComparisonHistory
 from ckpt.save.live_state import LivePart, LiveState
 from ckpt.save.replica_tensors import ReplicaTensors, sharded_replicas, unsharded_replicas
-from ckpt.state.joined_model import JoinedModel
 from ckpt.state.model import ModelPart
 from ckpt.state.parts import Part
 from ckpt.state.replicated import Replication
+from ckpt.state.unwrap import JoinedModel
 
 _log = logging.getLogger("ckpt")
 

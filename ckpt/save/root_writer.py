@@ -3,33 +3,177 @@
 from __future__ import annotations
 
 import logging
+import platform
 import threading
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, ClassVar
 
-from ckpt.errors import NotDurableError, StorageError, VersionError
-from ckpt.formats.native.manifest import FileRecord, Manifest
+import torch
+
+from ckpt.errors import ConfigError, ConflictError, NotDurableError, StorageError, VersionError
+from ckpt.formats.native.manifest import FILE_NAME, LARGEST_SEQUENCE, FileRecord, Manifest
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.hosts import Hosts
 from ckpt.root import deletion
 from ckpt.root.catalog import Summary, find
 from ckpt.root.commit import Attempt, EarlierFile, WrittenFile, is_committed
+from ckpt.root.folder import ROOT_ITSELF, is_foreign
 from ckpt.root.mirror import MirrorWorker
+from ckpt.root.open import parent_instead
 from ckpt.root.retention import Keep
 from ckpt.root.trust import Seal
-from ckpt.save.commit_messages import not_durable, saved_line
-from ckpt.save.environment import device_name, versions
 from ckpt.save.held_root import EarlyLock, HeldRoot, adopt, files_of, remove_checkpoint
-from ckpt.save.numbering import Numbering, next_sequence
-from ckpt.save.preconditions import refuse_foreign, refuse_to_overtake, version_to_replace
-from ckpt.save.resumption import resumption
+from ckpt.shown import shown
 from ckpt.storage import Staging, Storage
 from ckpt.storage.base import LostError
 from ckpt.util.clock import utc_now
+from ckpt.util.console import format_size
+from ckpt.version import __version__
+
+# The environment that manifests record: versions, and the accelerator or processor.
+
+
+def device_name() -> str:
+    """The accelerator if this process uses one, else the processor."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # asking for its name would initialise CUDA
+        return str(torch.cuda.get_device_name())
+    return _processor() or platform.machine()
+
+
+@cache
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            lines = (line.partition(":") for line in file)
+            return next((value.strip() for key, _, value in lines if key.strip() == "model name"), "")
+    except OSError:
+        return platform.processor()
+
+
+def versions() -> dict[str, str]:
+    return {"ckpt": __version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+# What the first checkpoint after a load says of it: which one was loaded, and which newer ones were passed over.
+MOST = 20  # checkpoints that were passed over; of more, the rest is counted
+LONGEST = 400  # characters of a reason
+_TIERS = {-1: "memory", 0: "root", 1: "mirror"}
+
+
+def resumption(loaded: Manifest, tier: int, passed_over: Mapping[str, str]) -> dict[str, Any]:
+    """The field `resumed` of a manifest. `passed_over`: the newer ones that could not be used, with the reasons."""
+    some = list(passed_over.items())[:MOST]
+    more = {"more": len(passed_over) - MOST} if len(passed_over) > MOST else {}
+    return {
+        "name": shown(loaded.name),
+        "id": loaded.id,
+        "step": loaded.step,
+        "found_in": _TIERS.get(tier, "elsewhere"),
+        "passed_over": {shown(name): _short(shown(why)) for name, why in some},
+        **more,
+    }
+
+
+def _short(why: str) -> str:
+    return why if len(why) <= LONGEST else f"{why[: LONGEST - 3]}..."
+
+
+# What a save must not overtake, overwrite or mix with. Checked in the held root before anything is written.
+
+
+def refuse_to_overtake(url: str, newest: Summary | None, lost: Mapping[str, object], failed_load: str) -> None:
+    """For a run that has not resumed: refused if there are checkpoints, whole or not, or may be since a load failed."""
+    if failed_load:
+        raise ConfigError(
+            f"nothing is saved, because the load before it failed: {failed_load} There may be newer checkpoints, and "
+            f"what is saved to {url} now would be put before them. Call resume() or load_state() again until it "
+            "succeeds, or give this run another root and mirror."
+        )
+    if newest is not None:
+        raise ConfigError(
+            f"{url} has checkpoints ({newest.name} is the newest) that this run has not resumed from: saving now would "
+            "put a fresh start before them. Call resume() or load_state() first, or give this run another root."
+        )
+    if lost:
+        raise ConfigError(
+            f"{url} has checkpoints that were committed and cannot be read, so nothing is saved before them: "
+            f"{' '.join(map(str, lost.values()))} Restore one from a backup, move them away, or give this run another "
+            "root."
+        )
+
+
+def refuse_foreign(storage: Storage, name: str, *, has_checkpoints: bool) -> None:
+    """Nothing is saved into a folder that Accelerate wrote, be it the root or the checkpoint's own."""
+    if not has_checkpoints and is_foreign(storage, ROOT_ITSELF):
+        raise ConfigError(
+            f"{storage.url} was written by Accelerate, and is kept as it is: nothing is saved into it. "
+            f"{parent_instead(storage.url)}"
+        )
+    if is_foreign(storage, name):
+        raise ConfigError(
+            f"{storage.url}/{name} was written by Accelerate, and is kept as it is. Save under another name."
+        )
+
+
+def version_to_replace(storage: Storage, name: str, known: Manifest | None) -> str | None:
+    """The version of the manifest that a save replaces. Refused if another run has written it."""
+    version = storage.version(f"{name}/{FILE_NAME}")
+    present = find(storage, name).manifest if version is not None else None
+    if present is not None and (known is None or present.id != known.id):
+        raise ConflictError(
+            f"{storage.url}/{name} was saved by another run meanwhile, and is kept. Let only one run write there, "
+            "then start this one again: it continues from the newest checkpoint."
+        )
+    return version
+
+
+# Sequence numbers: one count for all checkpoints of a run, wherever they are written.
+
+
+class Numbering:
+    """Hands out sequence numbers in the order in which states are captured, though several saves may be under way."""
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._guard = threading.Lock()
+
+    def note(self, known: int) -> None:
+        """Record a number that is in use: those that are handed out from now on are above it."""
+        with self._guard:
+            self._last = max(self._last, known)
+
+    def reserve(self, known: int) -> int:
+        """The next number, above `known` and above all that were handed out."""
+        with self._guard:
+            self._last = next_sequence(max(self._last, known))
+            return self._last
+
+
+def next_sequence(known: int) -> int:
+    """The number after `known`. At the end of all numbers it is `known` again, and the time of the commit decides."""
+    return min(known + 1, LARGEST_SEQUENCE)
+
+
+# What is said of a commit: the line of a save, and the error of one that may not outlive a crash.
+
+
+def saved_line(manifest: Manifest, root: str) -> str:
+    waited, total = manifest.seconds["blocked"], manifest.seconds["total"]
+    times = f"training waited {waited:.2f} s, durable after {total:.2f} s"
+    return f"saved {root}/{manifest.name}: {format_size(manifest.size)}, {times}"
+
+
+def not_durable(manifest: Manifest, root: str, why: NotDurableError) -> NotDurableError:
+    return NotDurableError(
+        f"{root}/{manifest.name} is committed and can be loaded, but it may not outlive a crash of this machine: {why} "
+        "Check the disk, then save again. Until a save succeeds, no older checkpoint is removed."
+    )
+
 
 _log = logging.getLogger("ckpt")
 

@@ -3,28 +3,149 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import NamedTuple
 
 import torch
 
 from ckpt.errors import NotDurableError
-from ckpt.ranks.consensus import Result, decide_together
+from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
 from ckpt.ranks.group import MAIN
 from ckpt.root.catalog import Overview
+from ckpt.root.lock import lock_root
 from ckpt.root.save_reports import SaveReport, SaveReports
 from ckpt.save.committed_files import CommittedFiles
 from ckpt.save.comparison_history import ComparisonHistory
+from ckpt.save.held_root import EarlyLock
 from ckpt.save.read_back import ReadBack
 from ckpt.save.root_writer import RootWriter
-from ckpt.save.save_queue import QueuedSave, SaveQueue
 from ckpt.save.snapshot import Snapshot, Snapshots
-from ckpt.save.taken_root import taking
 from ckpt.save.transaction import SaveRequest, SaveTransaction
 from ckpt.storage import Staging
 from ckpt.util.fork_safety import OwnerProcess
 from ckpt.util.gc_pause import gc_paused
+from ckpt.util.threads import SerialWorker
+
+# Saves in the background: one is being written, and at most one waits for its turn.
+
+
+class QueuedSave(NamedTuple):
+    """A save that was captured: its name, what writes it, and what gives it up."""
+
+    name: str
+    run: Callable[[], None]
+    discard: Callable[[], None]
+
+
+class SaveQueue:
+    """Runs saves one after the other in the save thread. `wait` or `check` raises the error of one that failed."""
+
+    def __init__(self) -> None:
+        self._worker = SerialWorker("ckpt-save", caller_first=True)
+        self._turn = threading.Condition()
+        self._is_running = False
+        self._waiting: QueuedSave | None = None
+        self._earlier: BaseException | None = None  # an error that nobody has been told yet
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._worker.busy
+
+    def add(self, save: QueuedSave) -> None:
+        """Begin this save, after the one under way if there is one. Blocks while another waits for its turn.
+
+        If the one before has failed, that is raised, and this one is not begun.
+        """
+        with self._turn:
+            self._turn.wait_for(lambda: self._waiting is None)
+            self._put(save)
+
+    def withdraw(self) -> QueuedSave | None:
+        """Take back the save that waits for its turn, if there is one."""
+        with self._turn:
+            save, self._waiting = self._waiting, None
+            return save
+
+    def restore(self, save: QueuedSave) -> None:
+        """Put a save back that was withdrawn. None was added meanwhile."""
+        with self._turn:
+            try:
+                self._worker.check()
+            except BaseException as error:  # of the one before: raised later, as this one must be written all the same
+                self._earlier = error
+            self._put(save)
+
+    def wait(self) -> None:
+        """Until no save is under way. Raises the error of a failed one, once."""
+        self._worker.wait()
+        self._raise_earlier()
+
+    def check(self) -> None:
+        """Raise the error of a failed save, if none is under way. Does not wait."""
+        self._worker.check()
+        self._raise_earlier()
+
+    def _raise_earlier(self) -> None:
+        error, self._earlier = self._earlier, None
+        if error is not None:
+            raise error
+
+    def _put(self, save: QueuedSave) -> None:
+        if self._is_running:
+            self._waiting = save
+        else:
+            self._worker.start(lambda: self._run_all(save))
+            self._is_running = True  # the thread needs the lock to end
+
+    def _run_all(self, save: QueuedSave) -> None:
+        """Run a save, and every one that waits when it is done, though it may have failed."""
+        error: BaseException | None = None
+        following: QueuedSave | None = save
+        while following is not None:
+            try:
+                following.run()
+            except BaseException as failure:
+                error = error or failure
+            following = self._next()
+        if error is not None:
+            raise error
+
+    def _next(self) -> QueuedSave | None:
+        with self._turn:
+            save, self._waiting = self._waiting, None
+            self._is_running = save is not None
+            self._turn.notify_all()
+            return save
+
+
+@contextmanager
+def taking(writer: RootWriter) -> Iterator[None]:
+    """Raise where another run holds the root, or its lock is none: objects would hold what it cannot continue.
+
+    A remote root stays locked, so that what a load lists there need not be listed again by `RootWriter.hold`. If that
+    is not called in this context, the root is released. Every rank makes this call.
+    """
+
+    def lock() -> None:
+        if not writer.owns_root or writer.is_held:
+            return
+        with ExitStack() as held:
+            lock_root(writer.storage, held)
+            if not writer.storage.is_local:
+                writer.early = EarlyLock(held.pop_all())
+
+    try:
+        run_on_all_ranks(writer.ranks, "resume() (root)", lock)
+        yield
+    finally:
+        early, writer.early = writer.early, None
+        if early is not None:
+            early.lock.close()
+
 
 _log = logging.getLogger("ckpt")
 _PAUSE = 0.01  # seconds

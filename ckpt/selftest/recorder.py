@@ -35,10 +35,9 @@ from ckpt.selftest.plan import Plan
 from ckpt.selftest.trace import End, Resumed, Saved, Step, TraceWriter, read_trace, trace_file
 from ckpt.session import Session
 from ckpt.state import rng
-from ckpt.state.fsdp1 import is_fsdp1
 from ckpt.state.optimizer import OptimizerPart
 from ckpt.state.registry import StateRegistry
-from ckpt.state.unwrap import parameter_names, unwrap
+from ckpt.state.unwrap import is_fsdp1, parameter_names, unwrap
 from ckpt.storage import Storage, open_storage
 
 

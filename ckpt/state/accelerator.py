@@ -11,8 +11,8 @@ from ckpt.compat.accelerate import CUSTOM, LOADERS, MODELS, OPTIMIZERS, SCHEDULE
 from ckpt.errors import StateError, UnsupportedError
 from ckpt.root.retention import Keep
 from ckpt.state import rng, samplers
-from ckpt.state.fsdp1 import is_fsdp1
 from ckpt.state.objects import ManagedObjects
+from ckpt.state.unwrap import is_fsdp1
 
 _log = logging.getLogger("ckpt")
 _PREPARE = "prepare_data_loader"

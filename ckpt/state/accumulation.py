@@ -16,9 +16,7 @@ from torch import nn
 
 from ckpt.compat.torch import has_unsharded_gradients, version_of
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor
-from ckpt.state.deepspeed.engine import is_engine
-from ckpt.state.fsdp1 import is_fsdp1
-from ckpt.state.unwrap import kinds_in, modules_in
+from ckpt.state.unwrap import is_engine, is_fsdp1, kinds_in, modules_in
 
 _MARK = "_ckpt_used_as"  # attribute of a gradient: its version when a step used it
 _SAMPLE = 64  # evenly spaced parameters examined after each step: a fraction of a millisecond

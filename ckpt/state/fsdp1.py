@@ -5,7 +5,6 @@ PyTorch returns sharded tensors by the names of the bare model. These calls are 
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -15,13 +14,7 @@ from ckpt.compat.torch import tied_in
 from ckpt.errors import UnsupportedError
 from ckpt.formats.layout import Layout, Members
 from ckpt.formats.sharded_tensors import group_layout, over_ranks
-from ckpt.state.unwrap import clean_name, kinds_in, unwrap
-
-
-def is_fsdp1(model: nn.Module) -> bool:
-    """Whether any module in the model is wrapped. Imports nothing: a live wrapper has imported its module."""
-    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    return fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in kinds_in(model))
+from ckpt.state.unwrap import clean_name, unwrap
 
 
 def is_flat(model: nn.Module) -> bool:

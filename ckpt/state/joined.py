@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from ckpt.errors import ConfigError, UnsupportedError
-from ckpt.state.joined_model import JoinedModel
 from ckpt.state.joined_optimizer import JoinedOptimizer
+from ckpt.state.unwrap import JoinedModel
 
 
 class JoinedState:

@@ -17,18 +17,25 @@ from ckpt.formats.native.dtypes import name_of
 from ckpt.formats.sharded_tensors import divided, is_sharded, local_tensor
 from ckpt.state import fsdp1
 from ckpt.state.deepspeed import zero3
-from ckpt.state.deepspeed.engine import is_engine, refuse_bare
+from ckpt.state.deepspeed.engine import refuse_bare
 from ckpt.state.deepspeed.parts import refresh
-from ckpt.state.deepspeed.zero3 import is_partitioned, is_zero3
 from ckpt.state.division import without
-from ckpt.state.fsdp1 import is_fsdp1
-from ckpt.state.joined_model import JoinedModel, parts_of
 from ckpt.state.marked_shards import MarkedShards
 from ckpt.state.meta_device import materialise
 from ckpt.state.model_config import describe
 from ckpt.state.parts import LEFT, TIED_HERE, Notes, Read, SavedTensor
 from ckpt.state.replicated import UNKNOWN, Replication, broadcast_buffers, equal_parameters
-from ckpt.state.unwrap import clean_names, parameters_in, unwrap
+from ckpt.state.unwrap import (
+    JoinedModel,
+    clean_names,
+    is_engine,
+    is_fsdp1,
+    is_partitioned,
+    is_zero3,
+    parameters_in,
+    parts_of,
+    unwrap,
+)
 
 _FEW = 5
 
@@ -57,11 +64,11 @@ class ModelPart:
 
     def capture(self) -> dict[str, Any]:
         """The state with the live parameters and buffers. Tied tensors are one object, on every rank."""
-        return zero3.rows(self._state())
+        return zero3.rows(self._state()) if is_zero3(self.model) else self._state()
 
     def places(self) -> dict[str, Any]:
         """The tensors to read a state into, before `load` is called with them."""
-        return zero3.empty_rows(self._state())
+        return zero3.empty_rows(self._state()) if is_zero3(self.model) else self._state()
 
     def _state(self) -> dict[str, Any]:
         if is_fsdp1(self.model) and not self._marks():
@@ -175,7 +182,8 @@ class ModelPart:
         module = unwrap(self.model)
         live = module.state_dict(keep_vars=True)
         raw = clean_names(module, live)
-        zero3.fill(live, {name: state[clean] for name, clean in raw.items() if clean not in left})
+        if is_zero3(self.model):
+            zero3.fill(live, {name: state[clean] for name, clean in raw.items() if clean not in left})
         marks = self._marks()  # a marked parameter is filled already, through the DTensor around it
         there = {
             name: live[name] if marks.has(live[name]) else state[clean]

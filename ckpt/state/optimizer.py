@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +17,36 @@ from ckpt.formats.layout import Layout, Members
 from ckpt.formats.sharded_tensors import divided, empty_like, is_sharded, local_tensor
 from ckpt.formats.state import Unsharded
 from ckpt.state import division, fsdp1
-from ckpt.state.fsdp1 import is_fsdp1
 from ckpt.state.joined_optimizer import JoinedOptimizer, without_names
 from ckpt.state.marked_shards import MarkedShards
 from ckpt.state.parts import TIED_HERE, Notes, Place, Read, SavedTensor
 from ckpt.state.replicated import Replication, equal_parameters
 from ckpt.state.torch_objects import unusable_states
-from ckpt.state.unwrap import clean_names, parameter_names, unwrap, without_checkpointing
-from ckpt.state.wrapped_optimizers import class_of
+from ckpt.state.unwrap import clean_names, is_fsdp1, parameter_names, unwrap, without_checkpointing
+
+# Optimizers around others: Accelerate's, and torch's PostLocalSGDOptimizer, which averages the weights of ranks.
+
+
+def is_local_sgd(optimizer: Any) -> bool:
+    """Whether this is a PostLocalSGDOptimizer. Imports nothing: a live one has imported its module."""
+    module = sys.modules.get("torch.distributed.optim.post_localSGD_optimizer")
+    return module is not None and isinstance(optimizer, module.PostLocalSGDOptimizer)
+
+
+def stepping(optimizer: Any) -> Any:
+    """The optimizer that makes the steps, and whose step hooks are called."""
+    while True:
+        inner = optimizer.optim if is_local_sgd(optimizer) else getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, torch.optim.Optimizer):
+            return optimizer
+        optimizer = inner
+
+
+def class_of(optimizer: Any) -> str:
+    """The class that a saved state fits: `AdamW`, or `PostLocalSGDOptimizer(AdamW)`, which has a counter beside it."""
+    name = optimizer.kind if isinstance(optimizer, JoinedOptimizer) else type(optimizer).__name__
+    return f"{name}({class_of(optimizer.optim)})" if is_local_sgd(optimizer) else name
+
 
 _PLAIN_PARAMETERS = (torch.Tensor, nn.Parameter)
 _first_rates: WeakKeyDictionary[Any, list[float | None]] = WeakKeyDictionary()  # of optimizers, when first managed

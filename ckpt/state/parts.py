@@ -17,13 +17,11 @@ from torch import nn
 from ckpt.errors import UnsupportedError
 from ckpt.formats.layout import Layout, Members
 from ckpt.formats.sharded_tensors import empty_like, is_sharded, local_tensor
-from ckpt.state.deepspeed.engine import is_engine
-from ckpt.state.fsdp1 import is_fsdp1
 from ckpt.state.joined import JoinedState
 from ckpt.state.objects import Stateful
 from ckpt.state.replicated import UNKNOWN, Replication
 from ckpt.state.torch_objects import problem_with
-from ckpt.state.unwrap import clean_name, gradients, unwrap
+from ckpt.state.unwrap import clean_name, gradients, is_engine, is_fsdp1, unwrap
 
 
 @dataclass(frozen=True)

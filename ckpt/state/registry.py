@@ -17,17 +17,17 @@ from ckpt.formats.tensor_bytes import device_obstacle
 from ckpt.state import rng
 from ckpt.state.accumulation import Windows, holds_unsharded, obstacle
 from ckpt.state.comm_hooks import KEY as HOOKS
-from ckpt.state.comm_hooks import HooksPart, is_hook_state, lacking_state, saved_hooks
+from ckpt.state.comm_hooks import HooksPart, is_hook_state
 from ckpt.state.deepspeed.engine import KEY, engines_in, is_partitioned, refuse_some_ranks, with_engines
 from ckpt.state.deepspeed.parts import EnginePart, PartitionsPart
 from ckpt.state.joined_optimizer import JoinedOptimizer
 from ckpt.state.model import ModelPart
 from ckpt.state.objects import KINDS, ManagedObjects, Stateful, is_part_name
-from ckpt.state.optimizer import OptimizerPart
+from ckpt.state.optimizer import OptimizerPart, stepping
 from ckpt.state.parts import GradientsPart, ObjectPart, OwnPart, Part, has_state
 from ckpt.state.plain_values import PlainValues, is_plain
 from ckpt.state.rank_objects import RankObjectPart
-from ckpt.state.wrapped_optimizers import stepping
+from ckpt.state.unwrap import has_ddp
 from ckpt.state.zero_redundancy import ZeroRedundancyPart, is_zero_redundancy
 from ckpt.util.checked_json import joined
 
@@ -157,8 +157,8 @@ class StateRegistry:
 
     def own_parts_to_save(self, rank: int) -> tuple[dict[str, OwnPart], dict[str, str]]:
         """The parts that a rank saves for itself now, and what the checkpoint will lack, each with the reason."""
-        own: dict[str, OwnPart] = {**self.own(rank), **saved_hooks(self.models, rank)}
-        lacking = {**lacking_state(self.models), **self._inaccessible_gradients()}
+        own: dict[str, OwnPart] = {**self.own(rank), **self.hooks(rank)}
+        lacking = {**self._lacking_hooks(), **self._inaccessible_gradients()}
         waiting = [] if self._gradients else self._windows.open(self.optimizers)
         if not waiting:
             return own, lacking
@@ -171,13 +171,24 @@ class StateRegistry:
 
     def own_parts_to_load(self, rank: int, saved: Collection[str]) -> dict[str, OwnPart]:
         """The parts that a rank loads for itself from a checkpoint that has these keys of it."""
-        optional: dict[str, OwnPart] = {**saved_hooks(self.models, rank)}
+        optional: dict[str, OwnPart] = {**self.hooks(rank)}
         optional |= self._gradients_part(rank) if self._gradients is None else {}
         return {**self.own(rank), **{key: part for key, part in optional.items() if key in saved}}
 
     def hooks(self, rank: int) -> dict[str, HooksPart]:
         """The part of DDP's communication hooks, whose state a checkpoint may lack."""
+        if not has_ddp(self.models.values()):
+            return {}
+        from ckpt.state.comm_hooks import saved_hooks
+
         return saved_hooks(self.models, rank)
+
+    def _lacking_hooks(self) -> dict[str, str]:
+        if not has_ddp(self.models.values()):
+            return {}
+        from ckpt.state.comm_hooks import lacking_state
+
+        return lacking_state(self.models)
 
     def _inaccessible_gradients(self) -> dict[str, str]:
         """Why gradients of an unfinished accumulation window cannot be saved, if a library holds them."""

@@ -11,8 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckpt.compat.torch import own_parameters
 from ckpt.formats.layout import Members
-from ckpt.state.deepspeed.engine import is_engine
-from ckpt.state.unwrap import modules_in
+from ckpt.state.unwrap import is_engine, modules_in
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 # these give every rank the same gradients; others, such as local SGD, let the weights of ranks diverge

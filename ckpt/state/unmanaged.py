@@ -11,9 +11,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckpt.compat.torch import version_of
 from ckpt.state.caveats import Caveats
-from ckpt.state.fsdp1 import is_fsdp1
 from ckpt.state.registry import StateRegistry
-from ckpt.state.unwrap import parameters_in
+from ckpt.state.unwrap import is_fsdp1, parameters_in
 
 _CHECKS = 4  # of the managed objects, because each takes time proportional to the number of parameters
 _LONG = 1000  # optimizer steps without a call of the manager after which it warns

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,11 +14,62 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckpt.compat.torch import children, own_parameters
 from ckpt.formats.foreign.wrapper_prefixes import INSIDE
-from ckpt.state.deepspeed.engine import is_engine
-from ckpt.state.joined_model import JoinedModel
+
+# A model in parts: its names are those of the parts.
+
+
+class JoinedModel(nn.Module):
+    """The parts of one model. A tensor has the name that it has in its part, after the part's prefix.
+
+    `prefixes`: by the name of a part among the submodules.
+    """
+
+    def __init__(self, parts: Iterable[tuple[str, nn.Module]]) -> None:
+        super().__init__()
+        self.prefixes: dict[str, str] = {}
+        for number, (prefix, part) in enumerate(parts):
+            self.prefixes[str(number)] = prefix
+            self.add_module(str(number), part)
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        return [self.get_submodule(number) for number in self.prefixes]
+
+
+def parts_of(model: nn.Module) -> list[nn.Module]:
+    """The parts of a joined model; any other is its only part."""
+    return model.parts if isinstance(model, JoinedModel) else [model]
+
 
 _CHECKPOINTED = INSIDE[-1]
 _walked = threading.local()  # `walks`: the modules of every model that was walked, where that is remembered
+
+
+def is_engine(model: Any) -> bool:
+    """Whether this is an engine of `deepspeed.initialize`. Imports nothing: without deepspeed there is no engine."""
+    module = sys.modules.get("deepspeed.runtime.engine")
+    return module is not None and isinstance(model, module.DeepSpeedEngine)
+
+
+def is_fsdp1(model: nn.Module) -> bool:
+    """Whether FullyShardedDataParallel wraps any module in the model. Imports nothing: a live one has imported it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    return fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in kinds_in(model))
+
+
+def is_partitioned(value: Any) -> bool:
+    """Whether a value is a parameter that ZeRO 3 has partitioned: it has no data of its own."""
+    return hasattr(value, "ds_id")
+
+
+def is_zero3(model: nn.Module) -> bool:
+    """Whether ZeRO 3 has partitioned any of its parameters."""
+    return "deepspeed" in sys.modules and any(map(is_partitioned, model.parameters()))
+
+
+def has_ddp(models: Iterable[nn.Module]) -> bool:
+    """Whether DistributedDataParallel wraps any module in the models."""
+    return any(isinstance(module, DistributedDataParallel) for model in models for module in kinds_in(model))
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -2,26 +2,228 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
+import re
 import secrets
 import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
 
-from ckpt.errors import ConfigError, NotDurableError, StorageError, TruncatedError
-from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, changed
-from ckpt.storage.local.direct_read import evict, read_scattered
+from ckpt.errors import AbsentError, ConfigError, NotDurableError, StorageError, TruncatedError
+from ckpt.storage.base import ANY, ROOT_LOCK, Buffer, Entry, Unfinished, changed, check_key
 from ckpt.storage.local.durable_directories import make_directories, sync_directory
 from ckpt.storage.local.locks import LocalLocks, locked_directory
 from ckpt.storage.local.regular_file import is_mostly_holes, not_regular, open_regular
 from ckpt.storage.local.system_errors import NOTHING_THERE, is_nothing_there, translated
-from ckpt.storage.local.tree import Tree
 from ckpt.storage.local.write_group import WriteGroup, write_file
+from ckpt.util.aligned_memory import ALIGNMENT, O_DIRECT, allocate_aligned, copy_bytes
 from ckpt.util.option_values import is_path, said
+
+# Reads from a file into several buffers: from the page cache if the bytes are there, with direct I/O otherwise.
+#
+# A checkpoint is read once, when a run begins. Through the page cache its bytes would be copied into new pages first,
+# which takes as long as the disk itself, and evicts pages that are in use.
+_CACHESTAT = 451  # the same on every architecture; since Linux 6.5
+_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM}
+_WORTH_IT = 256 << 10  # bytes
+_BOUNCE = 4 << 20
+_BYTES_AT_ONCE = 1 << 30
+_BUFFERS_AT_ONCE = 1024  # IOV_MAX, as every system has it
+
+_own = threading.local()
+_libc = ctypes.CDLL(None)
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_uint64), ("size", ctypes.c_uint64))
+
+
+class _Pages(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recently_evicted")
+    )
+
+
+def read_scattered(path: str, start: int, buffers: list[memoryview], *, cached: bool = False) -> int:
+    """Fill the buffers in turn from `start`. Returns how many bytes are missing because the file ends earlier.
+
+    With `cached`, all is read through the page cache.
+    """
+    left = [buffer for buffer in buffers if len(buffer)]
+    descriptor = open_regular(path)
+    try:
+        size = sum(map(len, left))
+        if size >= _WORTH_IT and not cached and not _is_cached(descriptor, start, size):
+            start, left = _past_cache(path, start, left)
+        while left:
+            got = os.preadv(descriptor, _at_once(left), start)
+            if not got:
+                break
+            start, left = start + got, _rest(left, got)
+    finally:
+        os.close(descriptor)
+    return sum(map(len, left))
+
+
+def evict(path: str) -> None:
+    """Drop the clean pages of a file from the page cache, where the system can."""
+    descriptor = open_regular(path)
+    try:
+        with suppress(AttributeError, OSError):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def _is_cached(descriptor: int, start: int, size: int) -> bool:
+    """Whether most of these bytes are in the page cache. True where the kernel has no call to ask."""
+    span, found = _Range(start, size), _Pages()
+    known = _libc.syscall(_CACHESTAT, descriptor, ctypes.byref(span), ctypes.byref(found), 0) == 0
+    return not known or found.cached * mmap.PAGESIZE * 2 > size
+
+
+def _past_cache(path: str, start: int, left: list[memoryview]) -> tuple[int, list[memoryview]]:
+    """Read aligned blocks with direct I/O. Stops where that is refused, or the file ends."""
+    try:
+        descriptor = open_regular(path, os.O_RDONLY | O_DIRECT)
+    except OSError:
+        return start, left
+    bounce = _bounce()
+    try:
+        while left:
+            before = start % ALIGNMENT
+            wanted = min(len(bounce), -(-(before + sum(map(len, left))) // ALIGNMENT) * ALIGNMENT)
+            got = os.preadv(descriptor, [bounce[:wanted]], start - before) - before
+            if got <= 0:
+                break
+            got = min(got, sum(map(len, left)))
+            _scatter(bounce[before : before + got], left)
+            start, left = start + got, _rest(left, got)
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+    finally:
+        os.close(descriptor)
+    return start, left
+
+
+def _bounce() -> memoryview:
+    """An aligned bounce buffer, one per thread."""
+    if not hasattr(_own, "bounce"):
+        _own.bounce = allocate_aligned(_BOUNCE)
+    bounce: memoryview = _own.bounce
+    return bounce
+
+
+def _scatter(source: memoryview, targets: list[memoryview]) -> None:
+    """Copy a buffer to several in turn."""
+    for target in targets:
+        count = min(len(source), len(target))
+        copy_bytes(source[:count], target[:count])
+        source = source[count:]
+
+
+def _at_once(buffers: list[memoryview]) -> list[memoryview]:
+    """As many of the buffers as one system call fills."""
+    room = _BYTES_AT_ONCE
+    taken = []
+    for buffer in buffers[:_BUFFERS_AT_ONCE]:
+        if room:
+            taken.append(buffer[:room])
+            room -= len(taken[-1])
+    return taken
+
+
+def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """The rest of the buffers once their first `count` bytes are filled."""
+    for index, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [buffer[count:], *buffers[index + 1 :]]
+        count -= len(buffer)
+    return []
+
+
+# The paths below a folder: where keys lead, what may be followed, and what is there.
+_SNAPSHOT = re.compile(r"((.*)/models--[^/]+)/snapshots/[0-9a-f]{40}(?:/.*)?")
+
+
+class OutsideError(AbsentError, ConfigError):
+    """A symbolic link leads out of the root: for whoever reads the root, nothing is there."""
+
+
+class Tree:
+    """The folder of a storage. Symbolic links in it are followed only where they do not lead out of it."""
+
+    def __init__(self, root: Path, shown: str) -> None:
+        self._root = root
+        self._shown = shown
+        # a snapshot in Hugging Face's cache is made of links to the blobs of its repository, or to those that all share
+        snapshot = _SNAPSHOT.fullmatch(str(root))
+        self._bounds = (snapshot.group(1), f"{snapshot.group(2)}/blobs") if snapshot else (str(root),)
+        self._follows = snapshot is not None
+
+    def path(self, key: str, *, followed: bool = False) -> Path:
+        """The path of `key`. Unless it is `followed`, a symbolic link of that name is itself replaced or removed."""
+        path = self._root / check_key(key)
+        words = key.split("/") if followed else key.split("/")[:-1]
+        if self._has_links(words) and not self._is_below(os.path.realpath(path if followed else path.parent)):
+            raise OutsideError(f"{self._shown}/{key} leads out of the root through a symbolic link. It is not touched.")
+        return path
+
+    def walk(self, prefix: str, *, other_roots: bool = True) -> Iterator[tuple[str, Iterable[str]]]:
+        """The folders below `prefix`, with the names of what is in them and is no folder. Links are not followed.
+
+        A folder that cannot be read is an error. Deeper than the longest path of the system nothing is seen.
+        `other_roots`: whether to go into folders that are the root of another run.
+        """
+        left = [str(self.path(prefix, followed=True) if prefix else self._root)]
+        while left:
+            folder = left.pop()
+            try:
+                with os.scandir(folder) as found:
+                    entries = list(found)
+            except OSError as error:
+                if not is_nothing_there(error):  # or a run would start anew beside its checkpoints
+                    raise
+                continue
+            if not other_roots and folder != str(self._root) and any(entry.name == ROOT_LOCK for entry in entries):
+                continue
+            left += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+            yield folder, [entry.name for entry in entries if not _is_folder(entry)]
+
+    def status(self, path: str) -> os.stat_result:
+        """What is at a path: of a link that may be followed what it leads to, else the link itself."""
+        try:
+            status = os.stat(path) if self._follows else os.lstat(path)
+            if stat.S_ISLNK(status.st_mode) and self._is_below(os.path.realpath(path)):
+                with suppress(OSError):  # or it leads nowhere
+                    return os.stat(path)
+            return status
+        except OSError as error:
+            raise FileNotFoundError(path) if is_nothing_there(error) else error from None
+
+    def _has_links(self, words: Iterable[str]) -> bool:
+        return any(os.path.islink(path) for path in accumulate(words, "{}/{}".format, initial=str(self._root)))
+
+    def _is_below(self, real: str) -> bool:
+        roots = map(os.path.realpath, self._bounds)
+        return any(os.path.commonpath([root, real]) == root for root in roots)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a folder, or a link to one. A link that leads nowhere is none."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
 
 TEMPORARY = ".ckpt-tmp"
 _NO_LINKS = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}

@@ -11,10 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ckpt.data.restore_base import RestoreStrategy
-from ckpt.data.restore_by_index import ByIndex
-from ckpt.data.restore_by_replay import ByReplay
-from ckpt.data.restore_by_state import ByState
+from ckpt.data.restore_strategy import ByIndex, ByReplay, ByState, RestoreStrategy
 from ckpt.data.tracked_loader import TrackedLoader
 from tests.helpers.second_process import slow_where
 

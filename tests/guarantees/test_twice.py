@@ -15,11 +15,11 @@ from torch import nn
 import ckpt
 from ckpt.formats.native.block_hash import BlockHasher
 from ckpt.formats.native.manifest import FileRecord, Manifest
-from ckpt.ranks import common_step
+from ckpt.ranks import preemption
 from ckpt.ranks.preemption import Preemption
 from ckpt.root.copy import Copies
 from ckpt.root.save_marker import mark_save, read_marker
-from ckpt.save.reports import merge_reports
+from ckpt.save.transaction import merge_reports
 from ckpt.storage import MemoryStorage, Storage, open_storage
 from ckpt.util.clock import utc_now
 from tests.helpers.byte_checkpoints import tensor_file
@@ -90,9 +90,9 @@ def test_a_step_that_a_rank_has_passed_is_no_step_to_stop_at(ahead: int) -> None
 
 
 def test_a_common_step_is_found_in_every_round_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common_step, "_POLL", 0.0)
+    monkeypatch.setattr(preemption, "_POLL", 0.0)
     told: dict[str, Any] = {}
-    ranks = [common_step.CommonStep(_Rank(rank, told), "save") for rank in range(2)]  # type: ignore[arg-type]
+    ranks = [preemption.CommonStep(_Rank(rank, told), "save") for rank in range(2)]  # type: ignore[arg-type]
     draw, steps, found = random.Random(1), [0, 0], ([], [])  # type: tuple[random.Random, list[int], tuple[list[int], ...]]
     for _ in range(20_000):
         rounds = [len(each) for each in found]
@@ -110,7 +110,7 @@ def test_a_common_step_is_found_in_every_round_whoever_asks(monkeypatch: pytest.
 
 def _agree_twice(rank: int, folder: str) -> None:
     """Two managers after each other, each with two rounds of all that its ranks agree on; then each is told to stop."""
-    common_step._POLL = 0.0
+    preemption._POLL = 0.0
     for number in range(2):
         model, options = nn.Linear(2, 2), ckpt.RankOptions(timeout=60)
         keep = ckpt.Keep(last=1, best=1, metric="loss")

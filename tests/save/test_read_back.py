@@ -30,7 +30,7 @@ from ckpt.root.save_marker import mark_removal
 from ckpt.save import read_back
 from ckpt.save.committed_files import CommittedFiles
 from ckpt.storage import ANY, Buffer, LocalStorage
-from ckpt.storage.local.direct_read import _is_cached
+from ckpt.storage.local.storage import _is_cached
 from ckpt.util import thread_priority
 from tests.helpers.byte_checkpoints import MOMENT
 from tests.helpers.places import Folder, PassedOn, Place

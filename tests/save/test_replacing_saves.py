@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.save.save_queue import QueuedSave, SaveQueue
+from ckpt.save.saver import QueuedSave, SaveQueue
 from ckpt.storage import ANY, Buffer
 from tests.helpers.places import PassedOn, Place
 from tests.helpers.processes import DEADLINE, run_ranks

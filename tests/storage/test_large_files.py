@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from ckpt.storage import LocalStorage, StablePieces
-from ckpt.storage.local import direct_read
-from ckpt.storage.local.direct_read import read_scattered
-from ckpt.storage.local.direct_write import BLOCK, write_durably
+from ckpt.storage.local import storage as local_storage
+from ckpt.storage.local.storage import read_scattered
+from ckpt.storage.local.write_group import BLOCK, write_durably
 from ckpt.storage.multipart import split_into_parts
 
 
@@ -110,7 +110,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, bytes]:
 def test_bytes_past_the_cache_are_those_that_were_asked_for(
     file: tuple[str, bytes], monkeypatch: pytest.MonkeyPatch, start: int, sizes: list[int]
 ) -> None:
-    monkeypatch.setattr(direct_read, "_is_cached", lambda *_: False)
+    monkeypatch.setattr(local_storage, "_is_cached", lambda *_: False)
     path, data = file
     buffers = [bytearray(size) for size in sizes]
     assert read_scattered(path, start, [memoryview(buffer) for buffer in buffers]) == 0
@@ -121,7 +121,7 @@ def test_bytes_past_the_cache_are_those_that_were_asked_for(
 def test_bytes_that_are_not_there_are_counted(
     file: tuple[str, bytes], monkeypatch: pytest.MonkeyPatch, cached: bool
 ) -> None:
-    monkeypatch.setattr(direct_read, "_is_cached", lambda *_: cached)
+    monkeypatch.setattr(local_storage, "_is_cached", lambda *_: cached)
     path, data = file
     buffers = [bytearray(1 << 20), bytearray(1 << 20)]
     start = len(data) - (1 << 20) - 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,18 +12,13 @@ from torch.optim import Optimizer
 from ckpt.compat.deepspeed import is_fragmented
 from ckpt.errors import ConfigError, UnsupportedError
 from ckpt.state.objects import ManagedObjects, Stateful
+from ckpt.state.unwrap import is_engine
 
 KEY = "deepspeed"  # of an engine's part
 
 _PARTITIONED = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
 _WHOLE = ("FP16_Optimizer", "FP16_UnfusedOptimizer")
 _NONE = ("NoneType", "DeepSpeedZeRoOffload")  # evaluation only
-
-
-def is_engine(model: Any) -> bool:
-    """Whether this is an engine of `deepspeed.initialize`. Imports nothing: without deepspeed there is no engine."""
-    module = sys.modules.get("deepspeed.runtime.engine")
-    return module is not None and isinstance(model, module.DeepSpeedEngine)
 
 
 def is_partitioned(engine: Any) -> bool:

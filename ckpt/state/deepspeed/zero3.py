@@ -6,28 +6,17 @@ DeepSpeed's own calls, and each rank keeps its rows. These calls are collective:
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ckpt.formats.layout import Box, Layout
 from ckpt.formats.sharded_tensors import gathered, is_sharded
 from ckpt.formats.tensor_bytes import narrowed
-
-
-def is_zero3(model: nn.Module) -> bool:
-    """Whether ZeRO 3 has partitioned any of its parameters."""
-    return "deepspeed" in sys.modules and any(map(is_partitioned, model.parameters()))
-
-
-def is_partitioned(value: Any) -> bool:
-    """Whether a value is a parameter that ZeRO 3 has partitioned: it has no data of its own."""
-    return hasattr(value, "ds_id")
+from ckpt.state.unwrap import is_partitioned
 
 
 def layout() -> Layout:
