@@ -1,6 +1,6 @@
 """A loader with its position: what the order of an epoch depends on is captured at its start, and restored there.
 
-Used by all three strategies for restoring a position (`restore_by_index`, `restore_by_state`, `restore_by_replay`).
+Used by all three strategies for restoring a position (`ckpt/data/restore_strategy.py`).
 """
 
 from __future__ import annotations

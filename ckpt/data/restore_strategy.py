@@ -302,7 +302,7 @@ def choose_strategy(
     cursor: Cursor, make_iterator: MakeIterator, repartition: Repartition, epoch: int
 ) -> RestoreStrategy:
     """By index where the data is map-style: no sample is read again. By state where the loader or its dataset has a
-    `state_dict` that was saved and still holds. By replay otherwise: `restore_by_replay` lists the reasons."""
+    `state_dict` that was saved and still holds. By replay otherwise: `ByReplay` lists the reasons."""
     if goes_by_index(cursor.reader):
         return ByIndex(cursor, make_iterator, repartition, epoch)
     state = cursor.position.state if cursor.keeper is not None and cursor.has_saved_position else None

@@ -10,8 +10,8 @@ The states of a `TrackedLoader`, which stands for one pass:
 - fresh: nothing was handed out in this epoch.
 - has_saved_position: the next pass begins at a position set by `go_back` or `skip`, and the loader has not been read
   yet. The property becomes false in the pass, when that position is reached (`Cursor.arrive`).
-- open: `take` has made an iterator (`is_open`), and a strategy takes it to the position: `restore_by_index` where
-  data is map-style, `restore_by_state` where the loader or the dataset has a `state_dict`, `restore_by_replay` where
+- open: `take` has made an iterator (`is_open`), and a strategy takes it to the position: `ByIndex` where
+  data is map-style, `ByState` where the loader or the dataset has a `state_dict`, `ByReplay` where
   the data can only be read again.
 - in the middle: batches were handed out; `state` is the position after the last of them.
 - done: the epoch is over. Left: the loop ended before that (`break`, an error, a load), and the position is kept.
