@@ -38,7 +38,7 @@ def reserve_of(room: Room) -> int:
     return min(_MOST_RESERVED, int(_RESERVE * (room["memory"] + room["used"])))
 
 
-def problem(room: Room, sizes: Sequence[int], where: str, peak: int = 0) -> str:
+def problem(room: Room, sizes: Sequence[int], where: str, peak: int) -> str:
     """Why two snapshots of this size, summed over the ranks of a host, do not fit there; empty if they do.
 
     `peak`: bytes that training is known to need within a step, beside what it holds now.

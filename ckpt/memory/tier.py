@@ -100,7 +100,9 @@ class MemoryTier:
         """
         self._continues = passed_over is not None
         self._damaged |= set(passed_over or ())
+        self._taken_at = None  # training may have gone back: the same step is taken again
         if self._is_settled and not self._continues:
+            self._held_at = None
             self._close_slots()
             self.meeting.forget()
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -47,6 +50,34 @@ class TestLs:
         assert row.startswith(f"{tmp_path / 'root'} ")
         assert f"lives: process {os.getpid()}" in row
         assert row.split()[-2:] == ["none", "-"]
+
+    @pytest.mark.slow
+    def test_so_is_the_first_process_of_a_container(self, tmp_path: Path) -> None:
+        script = f"""
+from click.testing import CliRunner
+from ckpt.cli.main import main
+from tests.memory.deserted import create_place
+place = create_place({str(tmp_path / "root")!r})
+print(CliRunner().invoke(main, ["memory", "ls"]).output)
+place.remove()
+"""
+        own = [
+            "unshare",
+            "--pid",
+            "--fork",
+            "--mount-proc",
+            "--kill-child",
+            *(["--map-root-user"] if os.geteuid() else []),
+        ]
+        if (
+            shutil.which("unshare") is None
+            or subprocess.run([*own, "true"], capture_output=True, check=False).returncode
+        ):
+            pytest.skip("no namespace of processes can be made here")
+        done = subprocess.run(
+            [*own, sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+        )
+        assert "lives: process 1 " in done.stdout
 
     def test_json_has_all_of_it(self, invoke: Invoke, tmp_path: Path) -> None:
         place = create_place(tmp_path / "root", rescue={})

@@ -101,6 +101,7 @@ class TestStart:
 
     def test_of_many_that_start_at_once_one_lives(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         place = create_place(tmp_path / "root")
+        (place.path / keeper.LOCK).write_text("123456789 12345678901234567890")  # of one that was killed
         monkeypatch.setattr(keeper_process, "living_keeper", lambda _: None)
         found: list[KeeperProcess] = []
         starters = [threading.Thread(target=lambda: found.append(started(place))) for _ in range(4)]

@@ -148,6 +148,15 @@ def test_a_key_that_no_message_holds_is_refused(tmp_path: Path, server: Serving)
         MemfdStorage(tmp_path).write("x" * 401, [b""])
 
 
+def _memfds() -> int:
+    """How many descriptors of memory this process has, in which the server runs."""
+    found = 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the listing
+            found += "memfd:ckpt" in os.readlink(f"/proc/self/fd/{descriptor}")
+    return found
+
+
 class TestMemory:
     """What is held, spare and free."""
 
@@ -183,6 +192,8 @@ class TestMemory:
             storage.write("new", [b"new" * 1000])
             assert os.pread(reader.take_descriptor(), 3000, 0) == b"old" * 1000
         assert storage.read("new") == b"new" * 1000
+        assert storage.version("new")  # the server has done with the request before
+        assert _memfds() == 1
 
     @pytest.mark.slow
     def test_a_reader_cannot_write(self, tmp_path: Path, server: Serving) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -360,8 +361,12 @@ class TestSettings:
         class Own(LocalStorage):
             pass
 
-        with pytest.raises(ConfigError, match="another process cannot open it"):
-            rescue_settings(Own(folder))
+        class Unknown(LocalStorage):
+            url = "unknown://folder"
+
+        for root in (Own(folder), Unknown(folder)):
+            with pytest.raises(ConfigError, match="another process cannot open it"):
+                rescue_settings(root)
 
 
 class TestMain:
@@ -449,6 +454,21 @@ class TestProcesses:
         wait_until(lambda: "rescued step-9" in last_log_line(place), "it is rescued")
         storage = open_storage(s3)
         assert problems(storage, read_manifest(storage, "step-9")) == []
+
+    @pytest.mark.parametrize(("number", "said"), [(0, []), (9, ["the rescue was ended by signal 9"])])
+    def test_the_keeper_logs_one_that_was_killed(self, folder: Path, number: int, said: list[str]) -> None:
+        place, log = deserted(folder, 9, **AT_ONCE), list[str]()
+        settings = {"library": str(Path(keeper.__file__).parents[2]), "linger": 10.0}
+        watching: Any = SimpleNamespace(
+            path=str(place.path), settings=settings, facts=lambda: place.facts, log=log.append
+        )
+        process = keeper.RescueProcess(watching)
+        assert process.tend(1.0, hurry=False)
+        assert process._child is not None
+        os.kill(process._child, number)
+        wait_until(lambda: not process.tend(1.0, hurry=False), "it has ended")
+        assert log == said
+        assert process.has_saved is (number == 0)
 
     def test_damage_is_in_the_log(self, folder: Path, memory: Path) -> None:
         place = deserted(folder, 9, **AT_ONCE)

@@ -23,6 +23,8 @@ from ckpt.memory.verdict import View, verdict_of
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
 from ckpt.storage.local.volatile import VolatileStorage
 from tests.helpers.namespaces import with_tmpfs
+from tests.helpers.stateful import Stateful
+from tests.memory.deserted import wait_until
 
 MB = 1 << 20
 
@@ -174,6 +176,18 @@ class TestGivingWay:
         train(manager, 6)
         assert names(memory) == ["step-00000010", "step-00000012"]
 
+    def test_an_error_in_the_background_is_said_when_the_next_snapshot_is_due(
+        self, manager: ckpt.StateManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def fail(*_: Any, **__: Any) -> None:
+            raise ckpt.StorageError("no.")
+
+        monkeypatch.setattr(VolatileStorage, "write", fail)
+        train(manager, 2, settled=False)
+        wait_until(lambda: not tier_of(manager).busy, "it has failed")
+        train(manager, 2, settled=False)
+        assert "the memory tier is off until step 8: no. Training" in caplog.text
+
     def test_a_folder_that_somebody_has_removed_is_made_anew(self, manager: ckpt.StateManager, memory: Path) -> None:
         train(manager, 2)
         place = tier_of(manager).meeting.place
@@ -283,6 +297,17 @@ def test_a_run_that_ends_with_its_last_step_in_the_root_says_nothing(
     assert "in memory alone" not in caplog.text
 
 
+def test_nor_does_one_that_went_back_to_a_checkpoint_of_the_root(
+    manager: ckpt.StateManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(manager, 2)
+    manager.save_state("a", wait=True)
+    train(manager, 2)
+    manager.load_state("a")
+    manager.close()
+    assert "in memory alone" not in caplog.text
+
+
 def test_state_that_is_saved_whole_is_taken_in_shards(tmp_path: Path, memory: Path) -> None:
     saving_whole = ckpt.SaveOptions(layout="full", background=False)
     with ckpt.StateManager(tmp_path / "root", model=nn.Linear(2, 2), memory_every=1, saving=saving_whole) as manager:
@@ -291,22 +316,53 @@ def test_state_that_is_saved_whole_is_taken_in_shards(tmp_path: Path, memory: Pa
         assert names(memory) == ["step-00000001", "step-00000002"]
 
 
+def test_after_training_went_back_its_snapshots_are_in_a_folder_of_their_own(
+    manager: ckpt.StateManager, memory: Path
+) -> None:
+    train(manager, 2)
+    manager.save_state("a", wait=True)
+    train(manager, 2)
+    manager.load_state("a")
+    assert list(memory.iterdir()) == []
+    train(manager, 2)
+    place = tier_of(manager).meeting.place
+    assert place is not None
+    assert list(memory.iterdir()) == [place.path]
+    assert names(memory) == ["step-00000004"]
+
+
+def test_a_snapshot_that_is_smaller_gives_back_what_it_does_not_need(tmp_path: Path, memory: Path) -> None:
+    extra = Stateful({"value": torch.zeros(MB)})
+    with ckpt.StateManager(tmp_path / "root", model=nn.Linear(2, 2), memory_every=1) as manager:
+        manager.register(extra=extra)
+        manager.resume()
+        train(manager, 2)
+        extra.state = {"value": torch.zeros(1)}
+        train(manager, 2)
+        files = [path for path in memory.rglob("*") if path.is_file()]
+        assert names(memory) == ["step-00000003", "step-00000004"]
+        assert sum(path.stat().st_size for path in files) < MB
+
+
 class TestRoom:
     def test_two_snapshots_must_fit_into_the_tmpfs(self) -> None:
         have = Room(tmpfs=199 * MB, memory=10_000 * MB, used=0, memfd=False)
-        assert "has room for" in room.problem(have, [60 * MB, 40 * MB], "/dev/shm")
-        assert room.problem(Room({**have, "tmpfs": 200 * MB}), [60 * MB, 40 * MB], "/dev/shm") == ""
+        assert "has room for" in room.problem(have, [60 * MB, 40 * MB], "/dev/shm", 0)
+        assert room.problem(Room({**have, "tmpfs": 200 * MB}), [60 * MB, 40 * MB], "/dev/shm", 0) == ""
 
     def test_what_they_take_already_counts(self) -> None:
-        assert room.problem(Room(tmpfs=0, memory=1000 * MB, used=200 * MB, memfd=False), [100 * MB], "/dev/shm") == ""
+        assert (
+            room.problem(Room(tmpfs=0, memory=1000 * MB, used=200 * MB, memfd=False), [100 * MB], "/dev/shm", 0) == ""
+        )
 
     def test_a_reserve_is_left_to_the_training(self) -> None:
         have = Room(tmpfs=10_000 * MB, memory=205 * MB, used=0, memfd=False)
-        assert "are left to the training" in room.problem(have, [100 * MB], "/dev/shm")
-        assert room.problem(Room({**have, "memory": 211 * MB}), [100 * MB], "/dev/shm") == ""
+        assert "are left to the training" in room.problem(have, [100 * MB], "/dev/shm", 0)
+        assert room.problem(Room({**have, "memory": 211 * MB}), [100 * MB], "/dev/shm", 0) == ""
 
     def test_also_when_the_snapshots_are_there(self) -> None:
-        assert room.problem(Room(tmpfs=0, memory=5 * MB, used=200 * MB, memfd=False), [100 * MB], "/dev/shm") != ""
+        assert room.problem(Room(tmpfs=0, memory=5 * MB, used=200 * MB, memfd=False), [100 * MB], "/dev/shm", 0) != ""
+        assert room.problem(Room(tmpfs=0, memory=5 * MB, used=95 * MB, memfd=False), [40 * MB], "/dev/shm", 0) == ""
 
     def test_so_is_what_a_step_of_it_is_known_to_need(self) -> None:
         have = Room(tmpfs=10_000 * MB, memory=300 * MB, used=0, memfd=False)
