@@ -111,22 +111,30 @@ def test_leaving_the_context_finishes_what_is_under_way(root: Place, gated: Gate
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ValueError('a mistake')"])
-def test_a_program_that_ends_in_whatever_way_finishes_its_save(root: Place, end: str) -> None:
+def test_a_program_that_ends_in_whatever_way_finishes_its_save(root: Place) -> None:
+    """Each is a fork of one program, which ends as a program does."""
+    ends = {"": "0", "sys.exit(3)": "3", "raise ValueError('a mistake')": "1"}
     script = f"""
-        import sys, time, torch, ckpt
+        import os, sys, time, torch, ckpt
         from tests.helpers.places import PassedOn
         class Slow(PassedOn):
             def write(self, key, pieces, *, over="*"):
                 time.sleep(0.1)
                 super().write(key, pieces, over=over)
-        manager = ckpt.StateManager(Slow({str(root)!r}), model=torch.nn.Linear(2, 2))
-        manager.save_state("a")
-        {end}
+        for number, end in enumerate({list(ends)!r}):
+            if not os.fork():
+                manager = ckpt.StateManager(Slow(f"{root}/{{number}}"), model=torch.nn.Linear(2, 2))
+                manager.save_state("a")
+                exec(end)
+                break
+            print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
     """
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, timeout=170)
-    assert ended.returncode == {"": 0, "sys.exit(3)": 3}.get(end, 1)
-    assert ckpt.verify(root) == {"a": []}
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=170, check=True
+    )
+    assert ended.stdout.split() == list(ends.values()), ended.stderr
+    for number in range(len(ends)):
+        assert ckpt.verify(root / str(number)) == {"a": []}
 
 
 @pytest.mark.parametrize("call", ["wait", "step", "save_state", "load_state", "close"])

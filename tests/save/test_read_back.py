@@ -722,18 +722,20 @@ class TestAProgramThatEnds:
     @pytest.mark.slow
     def test_after_its_manager_was_dropped_ends_properly(self, root: Folder) -> None:
         script = """
-            import sys, ckpt
+            import os, sys, ckpt
             from torch import nn
-            def main():
+            def main(number):
                 saving = ckpt.SaveOptions(read_back=True)
-                manager = ckpt.StateManager(sys.argv[1], model=nn.Linear(3000, 3000), saving=saving)
+                manager = ckpt.StateManager(f"{sys.argv[1]}-{number}", model=nn.Linear(3000, 3000), saving=saving)
                 manager.save_state("a")
                 manager.wait()
-            main()
+            for number in range(3):
+                if not os.fork():
+                    main(number)
+                    break
+                assert os.wait()[1] == 0
         """
-        for number in range(3):
-            command = [sys.executable, "-c", textwrap.dedent(script), f"{root}-{number}"]
-            subprocess.run(command, check=True, timeout=300)
+        subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(root)], check=True, timeout=300)
 
     @pytest.mark.slow
     def test_does_not_wait_for_it(self, root: Folder) -> None:
