@@ -66,6 +66,8 @@ class Campaign:
         ]
         try:
             await_training(plan.notes, attempt, jobs)
+            if attempt == plan.kills - 1:
+                await_snapshot(memory, jobs)  # or, on a busy machine, nothing at all would be resumed from memory
             time.sleep(random.Random(attempt).uniform(0.0, 0.6))
         finally:
             for job in jobs:
@@ -92,6 +94,15 @@ def await_training(folder: str, attempt: int, jobs: list[BaseProcess]) -> None:
     """Until the ranks of an attempt have taken a step."""
     deadline = time.monotonic() + DEADLINE
     while not (lines := noted(folder)) or lines[-1].get("step") is None or every(lines, "attempt")[-1] < attempt:
+        assert all(job.is_alive() for job in jobs)
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def await_snapshot(memory: Path, jobs: list[BaseProcess]) -> None:
+    """Until something is committed in memory."""
+    deadline = time.monotonic() + DEADLINE
+    while not list(memory.glob("ckpt-*/slots/*/manifest.json")):
         assert all(job.is_alive() for job in jobs)
         assert time.monotonic() < deadline
         time.sleep(0.005)
