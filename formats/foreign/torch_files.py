@@ -183,9 +183,9 @@ def _bare_name(key: Any) -> str:
     return name.removesuffix(ending)
 
 
-def _is_model(value: Any) -> bool:
+def _is_model(value: Mapping[Any, Any]) -> bool:
     """Tensors by name; modules may have added state of another kind."""
-    if not isinstance(value, dict) or not value or not all(isinstance(name, str) for name in value):
+    if not all(isinstance(name, str) for name in value):
         return False
     others = [item for name, item in value.items() if not isinstance(item, PiecedTensor)]
     named = all(name.endswith("_extra_state") for name, item in value.items() if not isinstance(item, PiecedTensor))

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 from click.testing import CliRunner
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
@@ -371,6 +371,12 @@ class TestTiedWeights:
         copy(Folder(tmp_path) / "dcp", root / "dcp")
         ckpt.merge(root / "dcp", tmp_path / "model.safetensors")
         assert same(load_file(tmp_path / "model.safetensors"), model.state_dict())
+
+    def test_a_layer_that_equals_the_head_is_not_taken_for_its_embedding(self, tmp_path: Path) -> None:
+        fresh = {"layer.weight": torch.zeros(4, 4), "lm_head.weight": torch.zeros(4, 4)}
+        save_file(fresh, tmp_path / "model.safetensors")
+        ckpt.merge(tmp_path / "model.safetensors", tmp_path / "merged.safetensors")
+        assert same(load_file(tmp_path / "merged.safetensors"), fresh)
 
     def test_a_full_checkpoint_keeps_the_embedding(self, root: Place, tmp_path: Path) -> None:
         with ckpt.StateManager(root, model=gpt2()) as manager:

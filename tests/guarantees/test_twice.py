@@ -108,6 +108,21 @@ def test_a_common_step_is_found_in_every_round_whoever_asks(monkeypatch: pytest.
     assert found[0] == found[1]
 
 
+def test_as_far_ahead_as_was_needed_once_is_proposed_at_once_in_the_next_round() -> None:
+    told: dict[str, Any] = {}
+    main, ahead = (common_step.CommonStep(_Rank(rank, told), "save") for rank in range(2))  # type: ignore[arg-type]
+    step, found = 0, []
+    for _ in range(2):
+        main.asked = ahead.asked = True
+        is_due = False
+        while not is_due:
+            step += 1
+            is_due = main.due(step)
+            ahead.due(step + 3)
+        found.append(step)
+    assert found == [8, 13]
+
+
 def _agree_twice(rank: int, folder: str) -> None:
     """Two managers after each other, each with two rounds of all that its ranks agree on; then each is told to stop."""
     preemption._POLL = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,22 @@ def test_an_adapter_alone_is_called_so_and_stays_one(tmp_path: Path) -> None:
     ckpt.convert(tmp_path / "root/source", tmp_path / "out", to="hf")
     again = PeftModel.from_pretrained(gpt(), tmp_path / "out")
     assert exact(get_peft_model_state_dict(again)) == exact(get_peft_model_state_dict(model))
+
+
+def trainer_folder(folder: Path, step: int, epoch: float | None) -> Path:
+    gpt().save_pretrained(folder)
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step, "epoch": epoch}))
+    return folder
+
+
+@pytest.mark.parametrize("epoch", [0.0, None])
+def test_a_trainer_that_has_done_nothing_yet_has_done_no_step(tmp_path: Path, epoch: float | None) -> None:
+    ckpt.convert(trainer_folder(tmp_path / "checkpoint-0", 0, epoch), tmp_path / "root")
+    (found,) = ckpt.list_checkpoints(tmp_path / "root")
+    assert found.step == 0
+
+
+@pytest.mark.parametrize(("step", "epoch"), [(-1, 1.0), (5, -0.5), (5, float("inf"))])
+def test_steps_and_epochs_that_no_trainer_can_have_done_are_damage(tmp_path: Path, step: int, epoch: float) -> None:
+    with pytest.raises(ckpt.DamagedError, match="cannot have been done"):
+        ckpt.convert(trainer_folder(tmp_path / "checkpoint-5", step, epoch), tmp_path / "root")

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.data import DataLoader, TensorDataset
 
 import ckpt
-from ckpt.formats.foreign.torch_write import Shard, ShardedEntry, write_folder
+from ckpt.formats.foreign.torch_write import Shard, ShardedEntry, first_error_raised, write_folder
 from tests.helpers.namespaces import with_tmpfs
 from tests.helpers.stateful import Stateful
 from tests.helpers.training import exact
@@ -40,6 +40,18 @@ def test_two_models_of_a_file_are_two_parts_whatever_they_are_called(tmp_path: P
     assert said.parts == (other, "model")
     assert exact(out["model"]) == exact(SECOND)
     assert exact(out[other]) == exact(FIRST)
+
+
+def test_tensors_by_number_are_no_model(tmp_path: Path) -> None:
+    said, _ = converted(tmp_path, {"model": FIRST, "prototypes": {0: torch.ones(2), 1: torch.ones(2)}})
+    assert said.parts == ("model",)
+    assert said.skipped.keys() == {"prototypes"}
+
+
+@pytest.mark.parametrize("scaler", [{}, {"scaler": {"scale": 1024.0, "_growth_tracker": 3}}], ids=["none", "scaler"])
+def test_a_lightning_file_has_a_scaler_if_there_was_one(tmp_path: Path, scaler: dict[str, Any]) -> None:
+    _, out = converted(tmp_path, {"model": FIRST, **scaler}, to="lightning")
+    assert out.get("MixedPrecision", "none") == scaler.get("scaler", "none")
 
 
 def test_two_optimizers_of_a_file_are_two_parts(tmp_path: Path) -> None:
@@ -226,6 +238,11 @@ def test_a_file_whose_name_no_checkpoint_can_have_asks_for_one(tmp_path: Path) -
     with pytest.raises(ckpt.ConfigError, match="--name"):
         ckpt.convert(tmp_path / "my run.pt", tmp_path / "root")
     assert ckpt.convert(tmp_path / "my run.pt", tmp_path / "root", name="mine").url.endswith("/mine")
+
+
+def test_an_error_of_torch_itself_is_raised_as_it_is() -> None:
+    with pytest.raises(RuntimeError, match="of torch"), first_error_raised():
+        raise RuntimeError("of torch")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ckpt.DamagedError, OSError])
