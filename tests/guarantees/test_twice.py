@@ -110,7 +110,7 @@ def test_a_common_step_is_found_in_every_round_whoever_asks(monkeypatch: pytest.
 
 def test_as_far_ahead_as_was_needed_once_is_proposed_at_once_in_the_next_round() -> None:
     told: dict[str, Any] = {}
-    main, ahead = (common_step.CommonStep(_Rank(rank, told), "save") for rank in range(2))  # type: ignore[arg-type]
+    main, ahead = (preemption.CommonStep(_Rank(rank, told), "save") for rank in range(2))  # type: ignore[arg-type]
     step, found = 0, []
     for _ in range(2):
         main.asked = ahead.asked = True
