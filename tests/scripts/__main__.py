@@ -126,7 +126,8 @@ def compare(script: Script, sources: Path, folder: Path) -> str:
     lines = sum(len(change.ours.strip().split("\n")) for change in script.changes)
     kills, resumes = (", ".join(map(str, numbers)) for numbers in (ended[:-1], began[1:]))
     link = f"https://github.com/{script.source.repository}/blob/{script.source.commit}/{script.path}"
-    return f"| [{script.name}]({link}) | {lines} | {len(straight)} | {kills} | {resumes} | equal, every step |"
+    shown = f"[{script.source.name}: {script.path.removeprefix('examples/')}]({link})"
+    return f"| {shown} | {lines} | {len(straight)} | {kills} | {resumes} | equal, every step |"
 
 
 def main() -> None:
