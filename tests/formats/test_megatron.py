@@ -73,7 +73,8 @@ def _write(rank: int, folder: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     tensors = {**STORED, MOMENT: _numbers(2, 6, 4)}
     state: dict[str, Any] = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in tensors.items()}
-    save_dcp({**state, **{f"{EXTRA}/shard_{layer}_2": [None] for layer in range(2)}}, checkpoint_id=folder)
+    objects = {"rng_state/shard_0_1": ["seed"], **{f"{EXTRA}/shard_{layer}_2": [None] for layer in range(2)}}
+    save_dcp({**state, **objects}, checkpoint_id=folder)
     if rank == 0:
         metadata: Any = FileSystemReader(folder).read_metadata()
         metadata.planner_data, metadata.all_local_plans = None, [SavePlan([])]
@@ -124,7 +125,7 @@ def test_layers_are_tensors_by_the_names_of_the_module_and_the_optimizer_is_a_pa
         ckpt.merge(source, tmp_path / "model.safetensors")
         found = load_file(tmp_path / "model.safetensors")
         assert exact(dict(sorted(found.items()))) == exact(dict(sorted(_by_layer(STORED).items())))
-    assert f"left out, because they are no tensors: 2 objects ({EXTRA}/shard_0_2" in caplog.text
+    assert f"left out, because they are no tensors: 3 objects ({EXTRA}/shard_0_2" in caplog.text
     ckpt.merge(written, tmp_path / "optimizer.safetensors", part="optimizer")
     assert exact(load_file(tmp_path / "optimizer.safetensors")) == exact({MOMENT: _numbers(2, 6, 4)})
     with pytest.raises(ckpt.MissingError, match=r"'scheduler'. Parts with tensors: model, optimizer"):
@@ -144,7 +145,7 @@ def test_a_model_with_norms_of_its_own_is_loaded_and_another_is_refused(written:
 def test_converted_it_is_a_checkpoint_and_what_is_not_taken_is_named(written: Path, tmp_path: Path) -> None:
     converted = ckpt.convert(written, tmp_path)
     assert converted.parts == ("model",)
-    assert converted.skipped.keys() == {"optimizer", "common.pt: args"}
+    assert converted.skipped.keys() == {"optimizer", "common.pt: args", "rng_state/shard_0_1"}
     assert ckpt.verify(tmp_path) == {"iter_0000007": []}
     (found,) = ckpt.list_checkpoints(tmp_path)
     assert found.manifest is not None
