@@ -22,7 +22,6 @@ _log = logging.getLogger("ckpt")
 _WITH_STREAMS = {"cuda"}  # NVIDIA's and AMD's. What overlaps on others is not known: they are copied from at once
 _SMALL = 1 << 20  # bytes: tensors below are packed by one kernel
 _POOL = 32  # streams of each priority, after which PyTorch gives out the first again
-_PRIORITIES = 4  # that PyTorch has pools for
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
@@ -120,7 +119,7 @@ class StreamedDevice(Device):
         """The default stream, and all in the pools of this device. Training may have been given any of them, also the
         one that bytes are fetched on."""
         least, greatest = self._module.Stream.priority_range()
-        priorities = range(max(greatest, least - _PRIORITIES + 1), least + 1)
+        priorities = range(greatest, least + 1)  # several may have one pool
         rounds = 2 * _POOL  # another thread may be given some of them meanwhile
         pooled = [self._module.Stream(self.device, priority=value) for value in priorities for _ in range(rounds)]
         default = self._module.default_stream(self.device)

@@ -51,9 +51,9 @@ class ReplicaTensors:
         """The file with these tensors alone: out of the snapshot's file of all of them, or live."""
         if snapshot is None:
             return tensor_file_plan.plan_file(self.path, {name: self.shards[name] for name in self.names(stored)})
-        copied = dict(self._copied(snapshot))
-        if copied.keys() <= set(stored):
+        if set(self.stored) <= set(stored):
             return snapshot
+        copied = dict(self._copied(snapshot))
         shards = {name: self._from(copied, name) for name in self.names(stored)}
         return tensor_file_plan.plan_file(self.path, shards)
 

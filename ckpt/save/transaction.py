@@ -210,7 +210,7 @@ class SaveTransaction:
         if captured is not None and not captured.gathered and (wanted or captured.devices):
             copied = self.captured.then(lambda state: self.snapshots.take(state.snapshot_files))
             self.snapshot, self.captured = copied.value, Result(captured, copied.error)
-        if self.snapshot is None and captured is not None:
+        if self.snapshot is None:
             self.captured = self.captured.then(_settled)
 
     def _take_from_copies(self, copies: TensorCopies) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from ckpt.save import device_staging, snapshot, snapshot_layout, tensor_copies
 from ckpt.save.device_room import DeviceRoom
-from ckpt.save.device_streams import Device, copy_packed
+from ckpt.save.device_streams import Device
 from tests.helpers.processes import DEADLINE
 
 
@@ -43,7 +43,7 @@ class SimulatedDevice(Device):
         if self.error is not None:
             raise self.error
         assert self.ordering is not threading.current_thread()  # others may fetch an earlier snapshot meanwhile
-        copy_packed(sources, target)
+        super().fetch(sources, target)
         self.fetched.append(len(target))
         self.in_flight -= 1
 

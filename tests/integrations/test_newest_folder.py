@@ -83,13 +83,19 @@ def test_the_newest_folder_by_name_is_one_that_was_committed(tmp_path: Path, mom
 def test_folders_that_are_no_checkpoints_are_left_alone(tmp_path: Path) -> None:
     accelerator = new_accelerator()
     accelerator.prepare(*build())
+    before, after = ["checkpoint-9"], ["logs", "samples-3", "2024", "checkpoint-1"]
+    _write_theirs(tmp_path, before)
     with attach(accelerator, tmp_path):
         accelerator.save_state("checkpoint-2")
-    for name in ("logs", "samples-3", "2024", "checkpoint-1"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "theirs").write_text("")
+    _write_theirs(tmp_path, after)
     attach(accelerator, tmp_path).close()
-    assert {path.name for path in tmp_path.iterdir()} >= {"logs", "samples-3", "2024", "checkpoint-1", "checkpoint-2"}
+    assert {path.name for path in tmp_path.iterdir()} >= {*before, *after, "checkpoint-2"}
+
+
+def _write_theirs(root: Path, names: list[str]) -> None:
+    for name in names:
+        (root / name).mkdir()
+        (root / name / "theirs").write_text("")
 
 
 def _named_after_a_kill(rank: int, root: str, world_size: int) -> None:

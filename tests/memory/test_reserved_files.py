@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import ckpt
+from ckpt.root import commit
 from ckpt.save import device_staging, tensor_copies
 from ckpt.storage.base import StablePieces
 from ckpt.storage.local import tmpfs_write, volatile
@@ -38,6 +39,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     monkeypatch.setattr(device_staging, "TRANSFER", 100_000)
     monkeypatch.setattr(device_staging, "BLOCK", 1 << 20)
     monkeypatch.setattr(tensor_copies, "BLOCK", 1 << 20)
+    monkeypatch.setattr(commit, "_WORTH_THREADS", LARGE)
     return simulated
 
 

@@ -208,6 +208,9 @@ def test_a_manifest_that_one_host_could_not_write_is_made_up_for(folder: Path) -
     manifest = here / "manifest.json"
     (here / ".saving").write_text('{"files": ["model/00002.safetensors"], "replaces": []}')
     manifest.unlink()
+    replaced = folder / "b" / "ddp"  # where the one of an older checkpoint of that name is left
+    for name in ("manifest.json", "manifest.copy.json"):
+        shutil.copy(replaced / "step-00000001" / name, replaced / "step-00000002" / name)
     assert run_ranks(4, _resume, str(folder), SAME, "") == [0] * 4
     assert manifest.exists()
     assert (here / "model" / "00002.safetensors").exists()

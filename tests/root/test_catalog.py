@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +12,10 @@ import pytest
 import ckpt
 from ckpt.errors import ConfigError, DamagedError, MissingError, TransientError, VersionError
 from ckpt.formats.native import manifest as manifest_format
-from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
 from ckpt.root.catalog import check_name, find, list_checkpoints, locate, read_manifest, resolve, scan
 from ckpt.root.save_marker import MARKER
-from ckpt.storage import LocalStorage, Storage
+from ckpt.storage import Entry, LocalStorage, Storage
 from tests.helpers.byte_checkpoints import attempt_at, begin_and_write, keys, save
 from tests.helpers.places import PassedOn
 
@@ -69,6 +69,11 @@ class TestListing:
         assert (intact.name, damaged.name) == ("intact", "damaged")
         assert isinstance(damaged.problem, DamagedError)
         assert "its bytes do not match its digest" in str(damaged.problem)
+
+    def test_one_that_is_committed_while_it_is_looked_for_is_found(self, storage: Storage) -> None:
+        manifest = save(storage, "a")
+        storage.delete([f"a/{file}" for file in (FILE_NAME, COPY_NAME)])
+        assert read_manifest(_Committing(storage.url, manifest), "a") == manifest
 
     def test_a_manifest_of_a_newer_version_is_listed_last_with_what_to_do(
         self, storage: Storage, monkeypatch: pytest.MonkeyPatch
@@ -170,6 +175,18 @@ class TestLocating:
         save(storage, "a")
         with pytest.raises(MissingError, match="neither a root nor a checkpoint"):
             locate(f"{storage.url}/other")
+
+
+class _Committing(PassedOn):
+    """Another process commits a checkpoint between the first look and the listing."""
+
+    def __init__(self, url: str, manifest: Manifest) -> None:
+        super().__init__(url)
+        self._manifest = manifest
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        self.write(f"{self._manifest.name}/{FILE_NAME}", [self._manifest.to_bytes()])
+        return super().list(prefix)
 
 
 class _Unreachable(PassedOn):

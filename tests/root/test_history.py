@@ -117,6 +117,20 @@ def test_a_damaged_line_is_named_and_the_others_count(tmp_path: Path, caplog: py
     assert warnings_of(caplog) == [f"{tmp_path}/{HISTORY}: 1 of its lines are damaged, and left out"]
 
 
+def test_a_line_that_says_what_no_save_has_is_damaged_whatever_its_digest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1, 5, keep=ckpt.Keep(last=1))
+    caplog.clear()
+    path = tmp_path / HISTORY
+    lines = path.read_bytes().splitlines(keepends=True)
+    text = json.dumps({**json.loads(json.loads(lines[2])[1]), "step": "two"})
+    lines[2] = json.dumps([digest(text.encode()), text]).encode() + b"\n"
+    path.write_bytes(b"".join(lines))
+    assert steps(tmp_path) == [1, 3, 4]
+    assert warnings_of(caplog) == [f"{tmp_path}/{HISTORY}: 1 of its lines are damaged, and left out"]
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff\x00", b"[]\n", b'["0", "{}"]\n', b"[[[[[[" * 1000], ids=range(5))
 def test_one_that_cannot_be_read_is_named_and_written_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes

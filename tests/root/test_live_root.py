@@ -134,6 +134,20 @@ def test_a_save_begun_in_the_middle_of_a_removal_waits_for_it_and_is_committed(
     assert intact(root)
 
 
+def test_a_save_does_not_wait_for_ever_for_a_removal(root: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_marker, "_PATIENCE", 0.1)
+    removing = Stopping(root, delete="latest")
+    with ckpt.StateManager(root, model=nn.Linear(4, 4)) as manager:
+        for name in ("latest", "other"):
+            manager.save_state(name, wait=True)
+        with (
+            beside(removing.gate, lambda: ckpt.prune(removing, keep=ckpt.Keep(last=1), verify=False)) as failed,
+            pytest.raises(ckpt.LockedError, match="latest is being removed by another process"),
+        ):
+            manager.save_state("latest", wait=True)
+        assert failed == []
+
+
 @pytest.mark.parametrize("file", [f"new/{MARKER}", "new/model", "new/manifest"])
 def test_prune_without_grace_takes_nothing_from_a_save_under_way(root: Place, file: str) -> None:
     storage = Stopping(root)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -13,11 +14,13 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.save import tensor_copies
+from ckpt.save import snapshot, tensor_copies
 from ckpt.save.device_fetch import Fetcher
 from ckpt.save.device_room import DeviceRoom
 from ckpt.save.device_staging import DeviceBlock, LiveBytes
+from ckpt.save.host_image import HostImages
 from ckpt.save.snapshot import Snapshots
+from ckpt.save.tensor_copies import Leaves
 from ckpt.storage import ANY, Buffer
 from tests.helpers.places import PassedOn, Place
 from tests.helpers.processes import DEADLINE
@@ -382,6 +385,31 @@ def test_room_on_a_device_is_bounded_by_what_the_user_and_the_allocator_say(modu
     room.overestimated(4)
     assert {room.measure() for _ in range(9)} == {4}
     assert room.measure() == 10  # it is tried again after a while
+
+
+def test_the_copies_of_a_save_leave_as_much_room_for_those_of_the_next(
+    device: SimulatedDevice, module: Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "DeviceRoom", DeviceRoom)
+    tensor, snapshots = torch.zeros(40, dtype=torch.uint8), Snapshots()
+    module.say(allocated=20, reserved=90, peak=80)
+    for _ in range(2):
+        copies = snapshots.copy(Leaves.of([tensor], [tensor], {}))
+        assert copies is not None
+        module.say(allocated=60, reserved=120, peak=100)  # training went up to 60 beside the copies
+        copies.release()
+        module.say(allocated=20, reserved=120, peak=100)
+
+
+def test_host_memory_is_made_resident_before_a_snapshot_needs_it() -> None:
+    images, size, deadline = HostImages(), 1 << 20, time.monotonic() + DEADLINE
+    images.prefault(size)
+    try:
+        while images.free_resident < size:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    finally:
+        images.release()
 
 
 def test_fetches_of_two_snapshots_take_turns(device: SimulatedDevice) -> None:

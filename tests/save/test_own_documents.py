@@ -36,6 +36,6 @@ def _save_and_load(rank: int, root: str, most: int) -> None:
     assert ckpt.verify(f"{root}/a") == {"a": []}
 
 
-@pytest.mark.parametrize("most", [1, 64])
+@pytest.mark.parametrize("most", [1, 2])
 def test_each_rank_writes_its_own_document_where_they_are_many(root: Place, most: int) -> None:
     assert run_ranks(2, _save_and_load, str(root), most) == [0, 0]

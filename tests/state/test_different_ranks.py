@@ -57,6 +57,7 @@ def _experts(seed: int) -> BuiltManagers:
 def _experts_beside_ddp(seed: int) -> BuiltManagers:
     torch.manual_seed(seed + 10 * (1 + dist.get_rank()))
     model = nn.ModuleDict({"dense": DistributedDataParallel(nn.Linear(4, 4)), "expert": nn.Linear(4, 2)})
+    model.register_buffer("empty", torch.empty(0))
     optimizer = torch.optim.AdamW(model.parameters())
     chained = nn.Sequential(model["dense"], model["expert"])
     return {"model": model, "optimizer": optimizer}, _stepper(chained, optimizer, 4)
