@@ -19,6 +19,12 @@ _OPPOSITE: dict[type[ast.cmpop], str] = {
 }  # fmt: skip
 _ARITHMETIC: dict[type[ast.operator], str] = {ast.Add: "-", ast.Sub: "+", ast.FloorDiv: "*", ast.Mod: "//"}
 _TWINS = {"min": "max", "max": "min", "any": "all", "all": "any"}
+_ORDERLESS = {
+    "isinstance",
+    "issubclass",
+    "min",
+    "max",
+}  # swapped arguments change nothing, or raise at once
 _LEAVES = (ast.Raise, ast.Return, ast.Continue, ast.Break)
 _SAYS = {"debug", "info"}  # what is logged for the curious
 
@@ -202,7 +208,7 @@ class _Finder(ast.NodeVisitor):
         if isinstance(node.func, ast.Name) and node.func.id in _TWINS:
             self._note(node.func, _TWINS[node.func.id], "arithmetic")
         names = [one for one in node.args if isinstance(one, ast.Name | ast.Attribute)]
-        if len(node.args) >= 2 and names[:2] == node.args[:2] and _called(node) not in ("isinstance", "issubclass"):
+        if len(node.args) >= 2 and names[:2] == node.args[:2] and _called(node) not in _ORDERLESS:
             first, second = node.args[:2]
             swapped = f"{self._text(second)}, {self._text(first)}"
             self._replace(self._start(first), self._end(second), swapped, "arguments swapped")
