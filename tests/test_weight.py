@@ -8,7 +8,7 @@ import pytest
 
 from tests import weight
 
-PRIVATE_NAMES = 66
+PRIVATE_NAMES = 67
 ARGUMENTS = 21
 CROSSED = {"save": 87, "resume": 100, "steps": 25}
 

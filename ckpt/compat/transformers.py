@@ -39,6 +39,12 @@ LAST_LOGGED = Private(
     use="logs the first loss after a resume over the same steps as an uninterrupted run",
     without="The first loss that a resumed Trainer logs is over the steps since the resume alone.",
 )
+RUNNING_LOSS = Private(
+    f"{_TRAINER}._tr_loss",
+    since="5.4",
+    use="adds the losses since the last log in the order of an uninterrupted run",
+    without="With gradient accumulation, the first loss that a resumed Trainer logs may differ in its last digits.",
+)
 BATCH_SIZE = Private(
     f"{_TRAINER}._train_batch_size",
     since="4.56",
@@ -83,6 +89,12 @@ def batch_size(trainer: Any) -> int:
 def last_logged(trainer: Any) -> int:
     """The step of the last log."""
     return int(LAST_LOGGED.of(trainer, trainer.state.global_step))
+
+
+def running_loss(trainer: Any) -> Any:
+    """The sum of losses since the last log, before the first step. None if it is added to after that one, when a step
+    of one batch has the same sum."""
+    return RUNNING_LOSS.of(trainer) if trainer.args.gradient_accumulation_steps > 1 else None
 
 
 def continue_log(trainer: Any, since: int, loss: float) -> bool:

@@ -11,7 +11,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import ExportableState, TrainerState
 
-from ckpt.compat.transformers import batch_size, continue_log, last_logged
+from ckpt.compat.transformers import batch_size, continue_log, last_logged, running_loss
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.restored import Restored
 from ckpt.root.catalog import Summary
@@ -93,15 +93,21 @@ class TrainerPart:
         if "data" in restored.approximated and self._trainer.args.process_index == 0:
             _log.warning("the resumed run is not exact: data: %s", restored.approximated["data"])
 
-    def stepped(self, loss: torch.Tensor) -> None:
-        """A step is done. `loss`: the Trainer's sum since the last log.
+    def begin(self) -> None:
+        """Training begins, and the Trainer's sum of losses since the last log is 0."""
+        loss = running_loss(self._trainer) if self._continues else None
+        if loss is not None:
+            self._continue_log(loss)
 
-        After the first one of a resumed run it gets what was not logged yet, so that the next loss is logged over the
-        same steps as in an uninterrupted run. That is left out of this run's mean loss.
-        """
+    def stepped(self, loss: torch.Tensor) -> None:
+        """A step is done. `loss`: the Trainer's sum since the last log."""
         self.loss = loss
-        if not self._continues:
-            return
+        if self._continues:
+            self._continue_log(loss)
+
+    def _continue_log(self, loss: torch.Tensor) -> None:
+        """Add what the run before has not logged yet to the sum, so that the next loss is logged over the same steps as
+        in an uninterrupted run. It is left out of this run's mean loss."""
         self._continues = False
         trainer, rank = self._trainer, self._trainer.args.process_index
         mean = sum(self._unlogged) / len(self._unlogged)

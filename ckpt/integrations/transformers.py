@@ -120,6 +120,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
                 f"{type(self._trainer).__name__}._load_optimizer_and_scheduler does not call super(), so nothing of "
                 f"{self._source.name} was loaded. Call super()._load_optimizer_and_scheduler(checkpoint) there."
             )
+        elif self._part is not None:
+            self._part.begin()
         assert self._data is not None
         self._data.begin()
         self._saved = {found.name for found in catalog.scan(self._storage) if found.committed}

@@ -193,6 +193,7 @@ class Checkpoint:
         manifest: What it says of itself: step, metrics, files. None if it is not committed, or not readable.
         problem: Why there is no manifest.
         flaw: What is wrong with `manifest.json`, if its copy was read in its place.
+        indexed: What the index of the root says, where that has spared reading the manifest.
     """
 
     name: str
