@@ -172,3 +172,9 @@ def test_ranks_and_other_processes_import_the_copy_too(worker: Worker) -> None:
     )
     test = "tests/root/test_several_writers.py::test_processes_that_count_by_compare_and_replace_lose_no_count"
     assert reached(in_a_rank, test).judge(worker, in_a_rank).result == report.KILLED
+
+
+@pytest.mark.slow
+def test_a_test_that_is_gone_notices_nothing(worker: Worker) -> None:
+    mutant = replaced(HASHER, "self._done.append(self._open.hexdigest())", "pass")
+    assert reached(mutant, f"{TEST}gone").judge(worker, mutant).result == report.SURVIVED

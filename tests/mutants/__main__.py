@@ -28,6 +28,7 @@ from tests.mutants.report import Verdict, judged
 
 KEPT = ROOT / "build" / "mutants.jsonl"  # what became of each, as it comes
 REACH = ROOT / "build" / "reach.json.gz"
+_NO_SUCH_TEST = 4  # pytest's exit status
 _ROUNDS = (4.0, 12.0, 34.0)  # seconds of tests: most bugs are noticed by the first few
 
 
@@ -63,6 +64,10 @@ class Judge:
                 if session.status == 0:
                     tried += len(tests)
                     break
+                if session.status == _NO_SUCH_TEST:  # it has changed since the suite was traced
+                    there = [one for one in tests if not any(one.partition("[")[0] in line for line in session.output)]
+                    tests = there if there != tests else []
+                    continue
                 if not session.failed or self._is_fit(worker, session.failed[0]):
                     result = report.KILLED if session.status is not None else report.HUNG
                     return Verdict(mutant, result, _noticed(session), time.monotonic() - began)
