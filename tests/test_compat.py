@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import ckpt
+from ckpt.compat import accelerate as of_accelerate
 from ckpt.compat import datasets, deepspeed, huggingface_hub, lightning, s3fs, torch_ddp, transformers
 from ckpt.compat import torch as of_torch
 from ckpt.compat.private import Private
@@ -119,6 +120,8 @@ def test_the_jobs_store_is_found_by_its_address(said: Callable[[Private], bool],
     server.set("key", "value")
     with renamed(of_torch.DEFAULT_STORE):
         assert of_torch.default_store().get("key") == b"value"
+        monkeypatch.delenv("MASTER_PORT")
+        assert of_torch.default_store() is None
     assert said(of_torch.DEFAULT_STORE)
 
 
@@ -192,22 +195,38 @@ def test_gradients_and_ties_under_fsdp_are_not_seen(said: Callable[[Private], bo
         assert said(private) or private is of_torch.FSDP2_PARAMETER
 
 
-@pytest.mark.parametrize("path", [path for path in NAMES if path.startswith("accelerate.")])
-def test_what_an_accelerator_does_not_show_is_named(path: str, tmp_path: Path, said: Callable[[Private], bool]) -> None:
+@pytest.fixture
+def accelerator() -> Iterator[Any]:
     from accelerate import Accelerator
 
     own = Accelerator()
     model, loader = nn.Linear(2, 2), DataLoader(TensorDataset(torch.ones(4, 2)))
     optimizer = torch.optim.AdamW(model.parameters())
     own.prepare(model, optimizer, loader, torch.optim.lr_scheduler.StepLR(optimizer, 1))
-    try:
-        with renamed(NAMES[path]), ckpt.StateManager(tmp_path, accelerator=own) as manager:
-            assert manager.resume() is None
-            manager.save_state("a", wait=True)
-            manager.load_state("a")
-        assert said(NAMES[path])
-    finally:
-        own.free_memory()
+    yield own
+    own.free_memory()
+
+
+@pytest.mark.parametrize("private", [of_accelerate.SAVE_HOOKS, of_accelerate.LOAD_HOOKS], ids=lambda one: one.name)
+def test_hooks_that_an_accelerator_does_not_show_are_named(
+    private: Private, accelerator: Any, tmp_path: Path, said: Callable[[Private], bool]
+) -> None:
+    with renamed(private), ckpt.StateManager(tmp_path, accelerator=accelerator) as manager:
+        assert manager.resume() is None
+        manager.save_state("a", wait=True)
+        manager.load_state("a")
+    assert said(private)
+
+
+@pytest.mark.parametrize("name", ["_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects"])
+def test_an_accelerator_whose_objects_cannot_be_seen_is_refused_before_a_checkpoint_lacks_them(
+    name: str, accelerator: Any, tmp_path: Path
+) -> None:
+    with (
+        renamed(NAMES[f"accelerate.Accelerator.{name}"]),
+        pytest.raises(UnsupportedError, match=rf"has no Accelerator\.{name}_of_another_release.*without accelerator="),
+    ):
+        ckpt.StateManager(tmp_path, accelerator=accelerator)
 
 
 @pytest.mark.parametrize("private", [datasets.STREAM, datasets.FORMAT], ids=lambda one: one.name)
@@ -288,6 +307,10 @@ def test_a_trainer_does_without_what_it_only_logs_and_is_refused_without_a_metho
 
     arguments = TrainingArguments(output_dir=str(tmp_path / "out"), report_to=[], use_cpu=True)
     trainer = Trainer(model=nn.Linear(2, 2), args=arguments)
+    arguments.gradient_accumulation_steps = 2
+    with renamed(transformers.RUNNING_LOSS):
+        assert transformers.running_loss(trainer) is None
+    assert said(transformers.RUNNING_LOSS)
     with renamed(transformers.LAST_LOGGED), renamed(transformers.TOTAL_LOSS), renamed(transformers.BATCH_SIZE):
         assert not transformers.continue_log(trainer, 3, 0.5)
         assert transformers.last_logged(trainer) == trainer.state.global_step

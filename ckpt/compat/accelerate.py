@@ -8,28 +8,19 @@ from typing import Any
 from ckpt.compat.private import Private
 
 _ACCELERATOR = "accelerate.Accelerator"
-_GIVE = "Give it to the manager itself: StateManager(root, {0}={0}), without accelerator=."
 
 
-def _prepared(name: str, what: str, argument: str) -> Private:
-    return Private(
-        f"{_ACCELERATOR}.{name}",
-        since="1.10",
-        use=f"every {what} that the accelerator has prepared",
-        without=f"ckpt cannot see which {what} an accelerator has prepared, and saves none. {_GIVE.format(argument)}",
-    )
+def _prepared(name: str, use: str) -> Private:
+    without = "A manager of an accelerator is refused: it would save checkpoints without what it cannot see."
+    return Private(f"{_ACCELERATOR}.{name}", since="1.10", use=use, without=without)
 
 
-MODELS = _prepared("_models", "model", "model")
-OPTIMIZERS = _prepared("_optimizers", "optimizer", "optimizer")
-SCHEDULERS = _prepared("_schedulers", "scheduler", "scheduler")
-LOADERS = _prepared("_dataloaders", "loader", "dataloader")
-CUSTOM = Private(
-    f"{_ACCELERATOR}._custom_objects",
-    since="1.10",
-    use="what was given to `register_for_checkpointing`",
-    without="Objects of accelerator.register_for_checkpointing() are not saved. Give them to manager.register().",
-)
+MODELS = _prepared("_models", "every model that the accelerator has prepared")
+OPTIMIZERS = _prepared("_optimizers", "the same for optimizers")
+SCHEDULERS = _prepared("_schedulers", "the same for schedulers")
+LOADERS = _prepared("_dataloaders", "the same for loaders")
+CUSTOM = _prepared("_custom_objects", "what was given to `register_for_checkpointing`")
+_PREPARED = (MODELS, OPTIMIZERS, SCHEDULERS, LOADERS, CUSTOM)
 SAVE_HOOKS = Private(
     f"{_ACCELERATOR}._save_model_state_pre_hook",
     since="1.10",
@@ -42,6 +33,11 @@ LOAD_HOOKS = Private(
     use="the same for loads",
     without="Hooks of accelerator.register_load_state_pre_hook() are not called when ckpt loads.",
 )
+
+
+def unseen(accelerator: Any) -> list[str]:
+    """The names under which an accelerator has what it prepared, and that this one does not have."""
+    return [one.name for one in _PREPARED if not hasattr(accelerator, one.name)]
 
 
 def save_hooks(accelerator: Any) -> list[Callable[..., Any]]:

@@ -59,7 +59,7 @@ class Private:
         """Name what is lost without it, once."""
         if not self._told:
             self._told = True
-            _log.warning("%s has no %s any more. %s", _release(self.library), self.path, self.without)
+            _log.warning("%s has no %s. %s", _release(self.library), self.path, self.without)
 
 
 def _release(library: str) -> str:

@@ -122,10 +122,12 @@ STRIDED = Private(
 
 
 def default_store() -> Any:
-    """The store through which the ranks of the job have met."""
+    """The store through which the ranks of the job have met. None if that cannot be found."""
     found = DEFAULT_STORE.imported()
     if found is not None:
         return found()
+    if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        return None
     store: Any = dist.TCPStore(  # type: ignore[attr-defined]  # documented, and not in the stubs
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
     )

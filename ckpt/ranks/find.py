@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ckpt.compat.torch import default_store
-from ckpt.errors import ConfigError
+from ckpt.errors import ConfigError, UnsupportedError
 from ckpt.formats.layout import Members
 from ckpt.formats.native.block_hash import digest
 from ckpt.ranks.built_managers import built_here
@@ -45,7 +45,13 @@ def find_ranks(
     numbers = members or range(dist.get_world_size())
     if len(numbers) == 1:
         return SingleProcess(members)
-    job = TimedStore(default_store(), timeout).below(_attempt())
+    store = default_store()
+    if store is None:
+        raise UnsupportedError(
+            "ckpt cannot find the store through which the ranks have met in this release of PyTorch. Set MASTER_ADDR "
+            "and MASTER_PORT to its address, as torchrun does."
+        )
+    job = TimedStore(store, timeout).below(_attempt())
     built = built_here()
     key = built.add(meeting_name(OWN_ROOTS if own_root else root, members), root)
     built.publish(job, dist.get_rank())

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ckpt.compat.accelerate import CUSTOM, LOADERS, MODELS, OPTIMIZERS, SCHEDULERS, load_hooks, save_hooks
+from ckpt.compat.accelerate import CUSTOM, LOADERS, MODELS, OPTIMIZERS, SCHEDULERS, load_hooks, save_hooks, unseen
 from ckpt.errors import StateError, UnsupportedError
 from ckpt.root.retention import Keep
 from ckpt.state import rng, samplers
@@ -47,6 +47,7 @@ class AcceleratorObjects:
         self._left_out: set[int] = set()
         self._prepares: _Prepares | None = None
         _refuse_megatron(accelerator)
+        _refuse_unseen(accelerator)
 
     @property
     def root(self) -> str | None:
@@ -84,19 +85,19 @@ class AcceleratorObjects:
     def find(self) -> ManagedObjects:
         models = _numbered("model", self._models)
         optimizers = _numbered(
-            "optimizer", [_bare(wrapped, "optimizer") for wrapped in OPTIMIZERS.of(self.accelerator, [])]
+            "optimizer", [_bare(wrapped, "optimizer") for wrapped in OPTIMIZERS.of(self.accelerator)]
         )
         schedulers = _numbered(
-            "scheduler", [_bare(wrapped, "scheduler") for wrapped in SCHEDULERS.of(self.accelerator, [])]
+            "scheduler", [_bare(wrapped, "scheduler") for wrapped in SCHEDULERS.of(self.accelerator)]
         )
         scaler = {} if self.accelerator.scaler is None else {"scaler": self.accelerator.scaler}
-        custom = {f"custom.{index}": value for index, value in enumerate(CUSTOM.of(self.accelerator, []))}
+        custom = {f"custom.{index}": value for index, value in enumerate(CUSTOM.of(self.accelerator))}
         self._refuse_gone({**models, **optimizers, **schedulers, **custom})
         left_out = frozenset(key for key, model in models.items() if id(model) in self._left_out)
         return ManagedObjects(models, optimizers, {**schedulers, **scaler}, custom, left_out)
 
     def loaders(self) -> dict[str, Any]:
-        return {f"dataloader.{index}": loader for index, loader in enumerate(LOADERS.of(self.accelerator, []))}
+        return {f"dataloader.{index}": loader for index, loader in enumerate(LOADERS.of(self.accelerator))}
 
     def on_loader(self, told: Callable[[], None]) -> None:
         vars(self.accelerator)[_PREPARE] = self._prepares = _Prepares(self.accelerator, told)
@@ -158,7 +159,7 @@ class AcceleratorObjects:
 
     @property
     def _models(self) -> list[Any]:
-        found: list[Any] = MODELS.of(self.accelerator, [])
+        found: list[Any] = MODELS.of(self.accelerator)
         return found
 
     @property
@@ -195,6 +196,16 @@ class AcceleratorObjects:
                 "anew."
             )
         self._seen = {id(value): (key, value) for key, value in found.items()}
+
+
+def _refuse_unseen(accelerator: Any) -> None:
+    missing = unseen(accelerator)
+    if missing:
+        raise UnsupportedError(
+            f"this release of Accelerate has no Accelerator.{', '.join(missing)}: ckpt cannot see all that the "
+            "accelerator has prepared, and a checkpoint would lack it. Give the objects to the manager themselves, "
+            "without accelerator=: StateManager(root, model=model, optimizer=optimizer, ...)."
+        )
 
 
 def _refuse_megatron(accelerator: Any) -> None:

@@ -28,7 +28,7 @@ from tests.mutants.report import Verdict, judged
 
 KEPT = ROOT / "build" / "mutants.jsonl"  # what became of each, as it comes
 REACH = ROOT / "build" / "reach.json.gz"
-_NO_SUCH_TEST = 4  # pytest's exit status
+_NOT_RUN = (4, 5)  # pytest's exit statuses: no such test, and none left to run
 _ROUNDS = (4.0, 12.0, 34.0)  # seconds of tests: most bugs are noticed by the first few
 
 
@@ -64,8 +64,9 @@ class Judge:
                 if session.status == 0:
                     tried += len(tests)
                     break
-                if session.status == _NO_SUCH_TEST:  # it has changed since the suite was traced
-                    there = [one for one in tests if not any(one.partition("[")[0] in line for line in session.output)]
+                if session.status in _NOT_RUN:  # a test has changed since the suite was traced
+                    told = "\n".join(session.output)
+                    there = [one for one in tests if one.partition("[")[0] not in told]
                     tests = there if there != tests else []
                     continue
                 if not session.failed or self._is_fit(worker, session.failed[0]):

@@ -155,7 +155,9 @@ def main() -> None:
             except FailedError as error:
                 failed += 1
                 print(error, flush=True)
-    if options.report:
+    if options.report and (failed or options.names):
+        print(f"{options.report} is left as it is: it is a table of all scripts", flush=True)
+    elif options.report:
         rule = "|---|---:|---:|---|---|---|\n"
         head = options.report.read_text().partition(rule)[0]
         options.report.write_text(head + rule + "".join(f"{row}\n" for row in rows))
