@@ -15,9 +15,10 @@ import torch
 from ckpt.errors import DamagedError
 from ckpt.formats.layout import Box
 from ckpt.formats.strides import Sizes, is_dense, reach, widest
-from ckpt.formats.tensor_bytes import host_bytes, movable, narrowed
+from ckpt.formats.tensor_bytes import copy_into, narrowed
+from ckpt.formats.tensor_bytes import is_dense as is_dense_tensor
 from ckpt.formats.tiling import Fault, find_fault, part_of_box
-from ckpt.formats.transfers import ByteReader
+from ckpt.formats.transfers import ByteReader, Transfer, Want, at_once
 
 SLAB = 8 << 20  # bytes: fits a CPU cache between reading and writing, and is large enough for one request
 
@@ -40,27 +41,34 @@ class Region:
 
     def read_into(self, offsets: Sizes, target: torch.Tensor) -> None:
         """Fill `target` with the box of its shape that begins at `offsets`. Uses at most `SLAB` bytes of memory."""
+        self.fill(offsets, target, at_once)
+
+    def fill(self, offsets: Sizes, target: torch.Tensor, want: Want) -> None:
+        """Ask `want` for the bytes of that box. Another dtype is cast; the target needs no gradient.
+
+        What is contiguous in the file and in the target is read in place, anything else through buffers of at most
+        `SLAB` bytes, each from the first to the last element of its part.
+        """
         steps = sum(offset * stride for offset, stride in zip(offsets, self.strides, strict=True))
-        self._fill(self.start + steps * self.dtype.itemsize, target)
+        self._fill(self.start + steps * self.dtype.itemsize, target, want)
 
-    def _fill(self, start: int, target: torch.Tensor) -> None:
-        span = reach(target.shape, self.strides)
-        dense = is_dense(target.shape, self.strides)
-        if dense and target.is_contiguous():
-            self.reader.read_into(start, host_bytes(target))
-        elif span * self.dtype.itemsize <= SLAB:
-            read = torch.empty(span, dtype=self.dtype)
-            self.reader.read_into(start, host_bytes(read))
-            movable(target).copy_(movable(read).as_strided(target.shape, self.strides))
+    def _fill(self, start: int, target: torch.Tensor, want: Want) -> None:
+        size = reach(target.shape, self.strides) * self.dtype.itemsize
+        if not size:
+            return
+        if target.dtype == self.dtype and is_dense(target.shape, self.strides) and is_dense_tensor(target):
+            want(Transfer(self.reader, start, size, into=target))
+        elif size <= SLAB:
+            want(Transfer(self.reader, start, size, take=lambda data: self._copy(data, target)))
         else:
-            self._fill_halves(start, target)
+            dim = widest(target.shape, self.strides)
+            half = target.shape[dim] // 2
+            self._fill(start, target.narrow(dim, 0, half), want)
+            later = start + half * self.strides[dim] * self.dtype.itemsize
+            self._fill(later, target.narrow(dim, half, target.shape[dim] - half), want)
 
-    def _fill_halves(self, start: int, target: torch.Tensor) -> None:
-        dim = widest(target.shape, self.strides)
-        half = target.shape[dim] // 2
-        self._fill(start, target.narrow(dim, 0, half))
-        later = start + half * self.strides[dim] * self.dtype.itemsize
-        self._fill(later, target.narrow(dim, half, target.shape[dim] - half))
+    def _copy(self, data: torch.Tensor, target: torch.Tensor) -> None:
+        copy_into(data.view(self.dtype).as_strided(target.shape, self.strides), target)
 
 
 @dataclass(frozen=True)

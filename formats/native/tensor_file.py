@@ -5,7 +5,6 @@ The tensors of several files of a part are put together as `PiecedTensor`s.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,12 +19,8 @@ from ckpt.formats.native import dtypes
 from ckpt.formats.native.header import KIND, Extent, Header, is_bare, parsed
 from ckpt.formats.native.shared_storage import View
 from ckpt.formats.pieces import Piece, PiecedTensor, Region
-from ckpt.formats.strides import Expansion, Sizes, checked_shape, checked_sizes, dense_strides, is_dense, reach, widest
-from ckpt.formats.tensor_bytes import copy_into, narrowed
-from ckpt.formats.tensor_bytes import is_dense as is_dense_tensor
-from ckpt.formats.transfers import ByteReader, Transfer, Want, at_once
-
-_WINDOW = 8 << 20  # bytes that pass through memory at a time where a tensor cannot be read in place
+from ckpt.formats.strides import Expansion, Sizes, checked_shape, checked_sizes, dense_strides, is_dense, reach
+from ckpt.formats.transfers import ByteReader, Want, at_once
 
 
 @dataclass(frozen=True)
@@ -99,87 +94,23 @@ class TensorFile:
         self.fill(name, target, Box((0,) * len(shape), shape))
 
     def fill(self, name: str, target: torch.Tensor, box: Box) -> None:
-        """Fill `target`, which is the given box of the tensor and needs no gradient.
+        """Fill `target`, which is the given box of the tensor and needs no gradient."""
+        self.region(name).fill(box.offsets, target, self.want)
 
-        A box of whole rows in the target's dtype is read in place. Otherwise the rows that contain the box are read
-        through a buffer, `_WINDOW` bytes at a time.
-        """
+    def region(self, name: str) -> Region:
+        """The place of a tensor in the file."""
         view = self.views.get(name)
-        if view is not None and not is_dense(view.shape, view.stride):
-            self._fill_from_view(view, target, box)
-            return
-        entry = self._entry(name) if view is None else self._dense_entry(view)
-        row = math.prod(entry.shape[1:]) * entry.dtype.itemsize
-        start = entry.start + (box.offsets[0] * row if box.offsets else 0)
-        if box.sizes[1:] == entry.shape[1:] and entry.dtype == target.dtype and is_dense_tensor(target):
-            self._want(start, target.nbytes, into=target)
-        elif not box.sizes:
-            self._read_and_copy(start, (), entry.dtype, [], target)
-        else:
-            self._fill_by_rows(entry, start, row, target, box)
-
-    def _fill_by_rows(self, entry: TensorEntry, start: int, row: int, target: torch.Tensor, box: Box) -> None:
-        """Copy a box out of its rows, which begin at `start` and are `row` bytes long."""
-        (_, count), *others = box.ranges
-        step = max(1, _WINDOW // max(1, row))
-        for begin in range(0, count, step):
-            length = min(step, count - begin)
-            rows = (length, *entry.shape[1:])
-            part = target.narrow(0, begin, length)
-            self._read_and_copy(start + begin * row, rows, entry.dtype, [(0, length), *others], part)
-
-    def _fill_from_view(self, view: View, target: torch.Tensor, box: Box) -> None:
-        first = sum(offset * step for offset, step in zip(box.offsets, view.stride, strict=True))
-        self._fill_strided(self._start(view) + first * view.dtype.itemsize, view.dtype, view.stride, target)
-
-    def _fill_strided(self, start: int, dtype: torch.dtype, stride: tuple[int, ...], target: torch.Tensor) -> None:
-        """Read the bytes from the first to the last element, and copy the elements out of them; in halves if many."""
-        size = reach(target.shape, stride) * dtype.itemsize
-        if size > _WINDOW:
-            dim = widest(target.shape, stride)
-            half = target.shape[dim] // 2
-            self._fill_strided(start, dtype, stride, target.narrow(dim, 0, half))
-            later = start + half * stride[dim] * dtype.itemsize
-            self._fill_strided(later, dtype, stride, target.narrow(dim, half, target.shape[dim] - half))
-            return
-
-        def take(data: torch.Tensor) -> None:
-            copy_into(data.view(dtype).as_strided(target.shape, stride), target)
-
-        self._want(start, size, take=take)
-
-    def _read_and_copy(
-        self,
-        start: int,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        inside: list[tuple[int, int]],
-        target: torch.Tensor,
-    ) -> None:
-        """Read a dense tensor, and copy the ranges `inside` it to the target."""
-
-        def take(data: torch.Tensor) -> None:
-            copy_into(narrowed(data.view(dtype).view(shape), inside), target)
-
-        self._want(start, math.prod(shape) * dtype.itemsize, take=take)
-
-    def _want(self, start: int, size: int, **where: Any) -> None:
-        if size:
-            self.want(Transfer(self.reader, start, size, **where))
+        if view is None:
+            entry = self._entry(name)
+            return Region(self.reader, self.where, entry.dtype, entry.start, entry.shape, dense_strides(entry.shape))
+        start = self.stored[view.of].start + view.start
+        return Region(self.reader, self.where, view.dtype, start, view.shape, view.stride)
 
     def _entry(self, name: str) -> TensorEntry:
         try:
             return self.stored[name]
         except KeyError:
             raise DamagedError(f"{self.where} has no tensor {name!r}, though the checkpoint refers to it.") from None
-
-    def _dense_entry(self, view: View) -> TensorEntry:
-        """A contiguous view as if it were stored itself."""
-        start = self._start(view)
-        return TensorEntry(view.dtype, view.shape, start, start + math.prod(view.shape) * view.dtype.itemsize)
-
-    def _start(self, view: View) -> int:
-        return self.stored[view.of].start + view.start
 
     def _read_header(self, size: int) -> None:
         header = Header.read(self.reader, self.where, size)
@@ -249,13 +180,9 @@ def _offsets(file: TensorFile, name: str, dims: int) -> Sizes:
 def _regions(file: TensorFile) -> Iterator[tuple[str, Region]]:
     """The region of every tensor. Bare buffers, which only serve as bases of views, are left out."""
     bases = {view.of for view in file.views.values() if is_bare(view.of)}
-    for name, entry in file.stored.items():
+    for name in (*file.stored, *file.views):
         if name not in bases:
-            strides = dense_strides(entry.shape)
-            yield name, Region(file.reader, file.where, entry.dtype, entry.start, entry.shape, strides)
-    for name, view in file.views.items():
-        start = file.stored[view.of].start + view.start
-        yield name, Region(file.reader, file.where, view.dtype, start, view.shape, view.stride)
+            yield name, file.region(name)
 
 
 def _joined(name: str, found: list[_FoundPiece]) -> PiecedTensor:

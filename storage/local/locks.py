@@ -147,11 +147,11 @@ class LocalLocks:
     def _opened(self, path: Path, *, shared: bool) -> tuple[int, bool]:
         """A descriptor of the file or folder to lock, and whether the folder was created for it."""
         if _is_lock_file(path) and not shared and not path.is_dir():
-            make_directories(path.parent, self._root)
+            make_directories(path.parent)
             return self._lock_file(path), False
         made = False
         if not shared and not path.exists():
-            make_directories(path.parent, self._root)
+            make_directories(path.parent)
             with suppress(FileExistsError):
                 path.mkdir()
                 made = True

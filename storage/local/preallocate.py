@@ -7,6 +7,7 @@ import errno
 import os
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -17,7 +18,7 @@ def reserve(descriptor: int, start: int, size: int) -> bool:
     Not by `os.posix_fallocate`: where a filesystem has no fallocate(2), as NFS 3, that writes to every block, and all
     bytes go over the network twice. Raises an `OSError` if there is not enough space.
     """
-    fallocate = _fallocate()
+    fallocate = c_function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     if fallocate is None:
         return False
     while fallocate(descriptor, 0, start, size) != 0:
@@ -30,13 +31,12 @@ def reserve(descriptor: int, start: int, size: int) -> bool:
 
 
 @cache
-def _fallocate() -> Callable[[int, int, int, int], int] | None:
-    """fallocate of the C library; None where it has none."""
+def c_function(name: str, *arguments: type[Any]) -> Callable[..., int] | None:
+    """A function of the C library that returns a number; None where it has none."""
     try:
-        found = ctypes.CDLL(None, use_errno=True).fallocate
+        found = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError):
         return None
-    found.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    found.restype = ctypes.c_int
-    call: Callable[[int, int, int, int], int] = found
+    found.argtypes, found.restype = arguments, ctypes.c_int
+    call: Callable[..., int] = found
     return call

@@ -332,7 +332,7 @@ class LocalStorage:
         path = self._path(key)
         with self._translated_errors("write", key):
             self._locks.confirm()
-            make_directories(path.parent, self._root)
+            make_directories(path.parent)
             temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}{TEMPORARY}")
             if self._group is not None:
                 self._group.add(key, temporary, over, make)

@@ -44,7 +44,7 @@ class VolatileStorage(LocalStorage):
 
     def reserve(self, size: int) -> tuple[int, ReservedFile]:
         """A file of that size, of the memory of a deleted one if there is any, until it is written or given up."""
-        make_directories(self._root, self._root)
+        make_directories(self._root)
         path = self._root / f".reserved-{size}-{secrets.token_hex(6)}{TEMPORARY}"
         with self._translated_errors("write", path.name):
             descriptor = self._opened(path, size)

@@ -8,11 +8,10 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 from ckpt.storage.base import Buffer, StablePieces
-from ckpt.storage.local.preallocate import reserve
+from ckpt.storage.local.preallocate import c_function, reserve
 from ckpt.util.aligned_memory import ALIGNMENT, O_DIRECT, address_of, allocate_aligned, copy_bytes
 from ckpt.util.threads import WorkerThread
 
@@ -308,22 +307,9 @@ class WriteGroup:
 
 def _start_writeback(descriptor: int) -> None:
     """Let the disk begin, so that a later fsync of one file of a group commits all of them to the journal at once."""
-    call = _sync_file_range()
+    call = c_function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     if call is None or call(descriptor, 0, 0, _WRITE) == 0:
         return
     code = ctypes.get_errno()
     if code not in _NO_HINTS:  # space that was promised may turn out to be missing only here
         raise OSError(code, os.strerror(code))
-
-
-@cache
-def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    """sync_file_range of the C library; None where it has none."""
-    try:
-        found = ctypes.CDLL(None, use_errno=True).sync_file_range
-    except (OSError, AttributeError):
-        return None
-    found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    found.restype = ctypes.c_int
-    call: Callable[[int, int, int, int], int] = found
-    return call

@@ -53,19 +53,7 @@ class TestTheNameOfAFailedSave:
         assert ckpt.verify(root)["latest"] == []
 
     @pytest.mark.not_on_s3("an object store has no files where folders should be")
-    def test_a_root_in_which_an_older_version_left_such_a_file_heals(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        root = Folder(tmp_path / "root")
-        (root / "latest").write_bytes(b"")
-        with ckpt.StateManager(root, model=nn.Linear(2, 2)) as manager, caplog.at_level(logging.WARNING, "ckpt"):
-            manager.resume()
-            manager.save_state("latest", wait=True)
-        assert ckpt.verify(root) == {"latest": []}
-        assert "latest was an empty lock file" in caplog.text
-
-    @pytest.mark.not_on_s3("an object store has no files where folders should be")
-    def test_a_file_with_content_or_one_that_somebody_holds_stays(self, tmp_path: Path) -> None:
+    def test_a_file_where_its_folder_belongs_stays(self, tmp_path: Path) -> None:
         root = Folder(tmp_path / "root")
         (root / "mine").write_bytes(b"notes of a user")
         (root / "held").write_bytes(b"")
