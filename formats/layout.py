@@ -4,6 +4,8 @@ A layout is a mesh of ranks and, for each dimension of the mesh, a placement: `R
 along the tensor's dimension 0), `S0/2` (sharded along dimension 0 after a later dimension of the mesh has halved it, as
 with FSDP over tensor parallelism). It gives the box of the tensor that each rank holds, without asking other ranks or
 opening their files.
+
+A layout from a file is checked: the shards of a tensor must be all of it, each element once (`find_fault`).
 """
 
 from __future__ import annotations
@@ -11,14 +13,15 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt.errors import RanksError, UnsupportedError
+from ckpt.formats.checks import Sizes, checked_sizes
 
-_PLACEMENT = re.compile(r"R|S(\d+)(?:/(\d+))?")
+_PLACEMENT = re.compile(r"R|S([0-9]{1,2})(?:/([0-9]{1,9}))?")
 
 Overlap = list[tuple[int, int, int]]  # for each dimension: the start in one box, the start in the other, the length
 Ranges = list[tuple[int, int]]  # for each dimension: the start and the length
@@ -265,3 +268,151 @@ def _translations(some: tuple[int, ...], ranks: tuple[int, ...]) -> list[tuple[i
         left.difference_update(part)
         parts.append(part)
     return parts if some in parts else [some]
+
+
+_DEEPEST = 16  # cuts across cuts: a mesh has as many as a tensor has dimensions
+
+
+class Fault(NamedTuple):
+    """What is wrong with the boxes of a tensor, and where."""
+
+    what: str
+    box: Box
+
+    def __str__(self) -> str:
+        ranges = (f"{offset}:{offset + size}" for offset, size in zip(self.box.offsets, self.box.sizes, strict=False))
+        return f"{self.what} [{', '.join(ranges)}]"
+
+
+def find_fault(boxes: Iterable[Box], whole: Box) -> Fault | None:
+    """The first part of a tensor that is in no box or in several, or the first box that leads out; None if all is well.
+
+    Boxes that interlock, so that no cut divides them, count as overlapping: no mesh of ranks gives such.
+    """
+    filled = [box for box in boxes if not box.is_empty]
+    outside = next((box for box in filled if not _is_inside(box, whole)), None)
+    return Fault("has a piece outside it,", outside) if outside else _fault(filled, whole, 0)
+
+
+def _is_inside(box: Box, whole: Box) -> bool:
+    if not len(box.offsets) == len(box.sizes) == len(whole.offsets):
+        return False
+    spans = zip(box.ranges, whole.ranges, strict=True)
+    return all(first <= start and start + size <= first + length for (start, size), (first, length) in spans)
+
+
+def _fault(boxes: list[Box], whole: Box, depth: int) -> Fault | None:
+    if not boxes:
+        return None if whole.is_empty else Fault("lacks", whole)
+    if depth < _DEEPEST:
+        for dim in range(len(whole.offsets)):
+            layers = list(_layers(boxes, dim))
+            if len(layers) > 1 or (layers[0][1], layers[0][2]) != whole.ranges[dim]:
+                return _fault_in_layers(layers, whole, dim, depth)
+    return None if boxes == [whole] else Fault("has several pieces at", whole)
+
+
+_Layer = tuple[list[Box], int, int]  # boxes that lie between two cuts across a dimension: start and length of that
+
+
+def _layers(boxes: list[Box], dim: int) -> Iterator[_Layer]:
+    """The boxes between cuts across a dimension that go through none of them."""
+    layer: list[Box] = []
+    start = stop = 0
+    for box in sorted(boxes, key=lambda box: box.offsets[dim]):
+        offset, size = box.ranges[dim]
+        if layer and offset >= stop:
+            yield layer, start, stop - start
+            layer = []
+        if not layer:
+            start = stop = offset
+        layer.append(box)
+        stop = max(stop, offset + size)
+    yield layer, start, stop - start
+
+
+def _fault_in_layers(layers: list[_Layer], whole: Box, dim: int, depth: int) -> Fault | None:
+    first, length = whole.ranges[dim]
+    at = first
+    for boxes, start, thickness in layers:
+        if start > at:
+            return Fault("lacks", part_of_box(whole, dim, at - first, start - at))
+        fault = _fault(boxes, part_of_box(whole, dim, start - first, thickness), depth + 1)
+        if fault:
+            return fault
+        at = start + thickness
+    rest = first + length - at
+    return Fault("lacks", part_of_box(whole, dim, at - first, rest)) if rest else None
+
+
+def part_of_box(box: Box, dim: int, start: int, length: int) -> Box:
+    """The part of a box within a range of one dimension. `start` counts from the beginning of the box."""
+    offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
+    return Box(offsets, (*box.sizes[:dim], length, *box.sizes[dim + 1 :]))
+
+
+_MOST_UNEVEN = 1 << 14  # ranks of a layout whose shards have to be compared one by one
+
+
+def layout_from_json(fields: Mapping[str, Any], world_size: int | None = None) -> Layout:
+    """A layout over distinct ranks, as many as its mesh has places. `world_size`: they are fewer than that."""
+    mesh, ranks, placements = checked_sizes(fields["mesh"]), checked_sizes(fields["ranks"]), tuple(fields["placements"])
+    if not ranks or math.prod(mesh) != len(ranks) or len(set(ranks)) != len(ranks):
+        raise ValueError(
+            f"a mesh of {'x'.join(map(str, mesh))} ranks has {len(set(ranks))} different ones of {len(ranks)}"
+        )
+    if world_size is not None and max(ranks) >= world_size:
+        raise ValueError(f"rank {max(ranks)} is in a mesh, and there were {world_size}")
+    if len(placements) != len(mesh) or not all(map(_PLACEMENT.fullmatch, placements)):
+        raise ValueError(f"{list(placements)} are no placements on a mesh of {len(mesh)} dimensions")
+    return interned(Layout(mesh, ranks, placements))
+
+
+def check_covered(layout: Layout, shape: Sizes) -> None:
+    """Raise unless the shards of a tensor of that shape are all of it. Cached by layout and shape."""
+    if problem := _problem(layout, shape):
+        raise ValueError(f"shards {','.join(layout.placements)} of a tensor of shape {list(shape)}: {problem}")
+
+
+@lru_cache(maxsize=10_000)
+def _problem(layout: Layout, shape: Sizes) -> str | None:
+    """Shards along a dimension are those of torch.chunk, which always cover it, unless they are strided and uneven."""
+    uneven = False
+    for text, dim, factor, pieces, size in _divisions(layout):
+        if dim >= len(shape):
+            return f"it has no dimension {dim}"
+        if factor is not None and factor != pieces:
+            return f"{text} stands over {pieces} pieces of dimension {dim}"
+        uneven = uneven or (factor is not None and shape[dim] % (pieces * size) != 0)
+    return _fault_one_by_one(layout, shape) if uneven else None
+
+
+_Division = tuple[str, int, int | None, int, int]
+
+
+def _divisions(layout: Layout) -> Iterator[_Division]:
+    """The sharded dimensions of a mesh, from the last: placement, dimension of the tensor, split factor, into how many
+    pieces later ones divide that dimension, and the size of this one."""
+    pieces: dict[int, int] = {}
+    for size, text in reversed(list(zip(layout.mesh, layout.placements, strict=True))):
+        match = _PLACEMENT.fullmatch(text)
+        if match is not None and match.group(1) is not None:
+            dim, factor = int(match.group(1)), match.group(2)
+            yield text, dim, None if factor is None else int(factor), pieces.get(dim, 1), size
+            pieces[dim] = pieces.get(dim, 1) * size
+
+
+@lru_cache(maxsize=10_000)
+def count_shards(layout: Layout, shape: Sizes) -> int:
+    """How many different shards a tensor has, at least: those that torch.chunk makes of each dimension."""
+    if 0 in shape:
+        return 0
+    pieces = {dim: divided * size for _, dim, _, divided, size in _divisions(layout)}
+    return math.prod(-(-shape[dim] // -(-shape[dim] // count)) for dim, count in pieces.items())
+
+
+def _fault_one_by_one(layout: Layout, shape: Sizes) -> str | None:
+    if len(layout.ranks) > _MOST_UNEVEN:
+        return "strided and uneven over too many ranks"
+    fault = find_fault(layout.holders(shape, 0).values(), Box((0,) * len(shape), shape))
+    return f"it {fault}" if fault else None

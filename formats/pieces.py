@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 import torch
 
 from ckpt.errors import DamagedError
-from ckpt.formats.layout import Box
-from ckpt.formats.strides import Sizes, is_dense, reach, widest
-from ckpt.formats.tensor_bytes import copy_into, narrowed
+from ckpt.formats.checks import Sizes, is_dense, reach, widest
+from ckpt.formats.layout import Box, Fault, find_fault, part_of_box
+from ckpt.formats.tensor_bytes import ByteReader, Transfer, Want, at_once, copy_into, narrowed
 from ckpt.formats.tensor_bytes import is_dense as is_dense_tensor
-from ckpt.formats.tiling import Fault, find_fault, part_of_box
-from ckpt.formats.transfers import ByteReader, Transfer, Want, at_once
 
 SLAB = 8 << 20  # bytes: fits a CPU cache between reading and writing, and is large enough for one request
 

@@ -1,8 +1,15 @@
-"""Tensors as bytes: views of their memory, copies that ignore dtypes torch cannot copy, and boxes of them."""
+"""Tensors as bytes: views of their memory, copies that ignore dtypes torch cannot copy, and requests to read them.
+
+Formats say which bytes of a file go where (`Transfer`). The reader decides when to read, how much at once, and in how
+many threads.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
@@ -83,3 +90,46 @@ def narrowed(tensor: torch.Tensor, ranges: list[tuple[int, int]]) -> torch.Tenso
         if length != tensor.shape[dim]:
             tensor = tensor.narrow(dim, start, length)
     return tensor
+
+
+class ByteReader(Protocol):
+    """A file, as far as a format needs it."""
+
+    def read(self, start: int, stop: int) -> bytes:
+        """The bytes from `start` up to `stop`."""
+
+    def read_into(self, start: int, *buffers: memoryview) -> None:
+        """Fill the buffers one after the other with the bytes from `start` on."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A range of bytes to read: straight into a tensor, or through a CPU buffer to a callback.
+
+    `into` is a dense tensor on any device, whose bytes may be filled in any order. Without it, `take` gets all the
+    bytes at once as a CPU tensor.
+    """
+
+    reader: Any = field(repr=False)
+    start: int
+    size: int
+    into: torch.Tensor | None = field(default=None, repr=False)
+    take: Callable[[torch.Tensor], None] | None = field(default=None, repr=False)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.size
+
+
+Want = Callable[[Transfer], None]
+
+
+def at_once(transfer: Transfer) -> None:
+    """Carry out a transfer now."""
+    memory = transfer.into if transfer.into is not None else torch.empty(transfer.size, dtype=torch.uint8)
+    here = memory if memory.device.type == "cpu" else torch.empty(transfer.size, dtype=torch.uint8)
+    transfer.reader.read_into(transfer.start, host_bytes(here))
+    if here is not memory:
+        as_bytes(memory).copy_(here)
+    if transfer.take is not None:
+        transfer.take(memory)

@@ -10,8 +10,7 @@ from ckpt.cli.completion import checkpoint_or_path
 from ckpt.cli.ls import listed_hosts, without_name
 from ckpt.cli.output import Styled, echo, echo_json
 from ckpt.errors import CheckpointError, MissingError
-from ckpt.formats.native.manifest import Manifest
-from ckpt.formats.native.signature import short
+from ckpt.formats.native.manifest import Manifest, short
 from ckpt.formats.registry import foreign_hint
 from ckpt.root import catalog
 from ckpt.root import repair as repairing

@@ -18,7 +18,7 @@ from ckpt.export.source import open_foreign
 from ckpt.export.transformers_names import ReadableTensor, as_loaded
 from ckpt.formats.foreign.hf_safetensors import equal_bytes
 from ckpt.formats.layout import Box
-from ckpt.formats.native.dtypes import name_of
+from ckpt.formats.native.tensor_file import dtype_name
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.registry import CKPT, ROOT, claims
 from ckpt.formats.sharded_tensors import is_sharded, layout_of, local_tensor
@@ -57,7 +57,7 @@ def misfits(live: Mapping[str, Any], saved: Mapping[str, ReadableTensor]) -> dic
         if tuple(tensors[name].size()) != saved[name].shape:
             wrong[name] = f"shape {list(saved[name].shape)} there, {list(tensors[name].size())} here"
         elif not _is_castable(saved[name].dtype, tensors[name].dtype):
-            wrong[name] = f"dtype {name_of(saved[name].dtype)} there, {name_of(tensors[name].dtype)} here"
+            wrong[name] = f"dtype {dtype_name(saved[name].dtype)} there, {dtype_name(tensors[name].dtype)} here"
     return wrong | _contradictions({name: tensors[name] for name in tensors if name not in wrong}, saved)
 
 
@@ -76,7 +76,7 @@ def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
 def rounded(live: Any, saved: ReadableTensor) -> str | None:
     if saved.dtype == live.dtype or _holds(live.dtype, saved.dtype):
         return None
-    return f"rounded from {name_of(saved.dtype)} to {name_of(live.dtype)}"
+    return f"rounded from {dtype_name(saved.dtype)} to {dtype_name(live.dtype)}"
 
 
 def _contradictions(live: Mapping[str, Any], saved: Mapping[str, ReadableTensor]) -> dict[str, str]:

@@ -17,9 +17,8 @@ from ckpt.errors import ConfigError, UnsupportedError
 from ckpt.export.folders import as_storage_error, atomic_folder, refuse_checkpoints
 from ckpt.export.options import ExportOptions
 from ckpt.formats.foreign.hf_safetensors import LiveTensor, StreamedTensor, duplicates, plan_files
-from ckpt.formats.native.dtypes import name_of
 from ckpt.formats.native.shard_table import ShardedState, build_table
-from ckpt.formats.native.tensor_file_plan import finish_collectives
+from ckpt.formats.native.tensor_file import dtype_name, finish_collectives
 from ckpt.formats.state import FilePlan
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import MAIN, Ranks
@@ -146,7 +145,7 @@ def _json(path: str, fields: Mapping[str, Any]) -> FilePlan:
 
 def _dtype_name(tensors: Mapping[str, StreamedTensor], options: ExportOptions) -> str:
     floating = (tensor.dtype for tensor in tensors.values() if tensor.dtype.is_floating_point)
-    return name_of(options.dtype or next(floating, torch.float32))
+    return dtype_name(options.dtype or next(floating, torch.float32))
 
 
 def save_live(

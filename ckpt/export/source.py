@@ -15,8 +15,8 @@ from ckpt.export.checkpoint_tensors import TensorSource, open_checkpoint
 from ckpt.export.folders import belongs_beside
 from ckpt.formats.foreign import accelerate, dcp, deepspeed, megatron, torch_files
 from ckpt.formats.foreign.hf_safetensors import read_weight_map, tensors_of
+from ckpt.formats.foreign.torch_files import unwrapped
 from ckpt.formats.foreign.torch_save import ARCHIVE
-from ckpt.formats.foreign.wrapper_prefixes import unwrapped
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.pieces import PiecedTensor, check_complete

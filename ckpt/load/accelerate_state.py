@@ -13,7 +13,7 @@ import torch
 from ckpt.errors import DamagedError
 from ckpt.formats.foreign import accelerate
 from ckpt.formats.layout import Box
-from ckpt.formats.native.json_values import Encoder, refuse
+from ckpt.formats.native.documents import Encoder, refuse
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.tensor_bytes import narrowed
 from ckpt.load.rank_state import check_rank_state

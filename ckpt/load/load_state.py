@@ -11,7 +11,7 @@ from ckpt.data.epoch_loaders import UnclaimedPositions
 from ckpt.data.loop import Loop
 from ckpt.data.progress import Progress
 from ckpt.errors import StateError
-from ckpt.formats.damage import damage_reported
+from ckpt.formats.checks import damage_reported
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.accelerate_loaders import foreign_positions
 from ckpt.load.accelerate_reader import folder_of

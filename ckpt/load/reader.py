@@ -13,16 +13,14 @@ from typing import Any
 import torch
 
 from ckpt.errors import DamagedError
-from ckpt.formats.damage import damage_reported
+from ckpt.formats.checks import damage_reported
 from ckpt.formats.layout import Box, Layout, Members, over_all_ranks
-from ckpt.formats.native.documents import INLINE, STATE, decode_inline, from_json, parts_in, rank_document
-from ckpt.formats.native.json_values import Decoder
+from ckpt.formats.native.documents import INLINE, STATE, Decoder, decode_inline, from_json, parts_in, rank_document
 from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.native.shard_table import ShardedTensors, ShardTable
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.sharded_tensors import is_sharded, layout_of, local_tensor
-from ckpt.formats.tensor_bytes import same_bytes
-from ckpt.formats.transfers import Transfer
+from ckpt.formats.tensor_bytes import Transfer, same_bytes
 from ckpt.load.broadcast import Broadcasts
 from ckpt.load.part_tensors import OwnTensors, PartTensors, WholeTensors
 from ckpt.load.rank_state import check_rank_state

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import ConfigError
-from ckpt.formats.native.manifest import Manifest
-from ckpt.formats.native.signature import Signature, short
+from ckpt.formats.native.manifest import Manifest, Signature, short
 from ckpt.storage.local.regular_file import open_regular
 
 if TYPE_CHECKING:

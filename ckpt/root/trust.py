@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ckpt.errors import ConfigError, UntrustedError
-from ckpt.formats.native.manifest import Manifest
-from ckpt.formats.native.signature import short
+from ckpt.formats.native.manifest import Manifest, short
 from ckpt.root.keys import KeySource, SigningKey, find_signing_key, find_verify_keys, has_signed, shown
 
 

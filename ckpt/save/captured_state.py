@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ckpt.formats.native import documents, tensor_file_plan
+from ckpt.formats.native import documents, tensor_file
 from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.shard_table import ShardedState, written_by
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor, on_part_of_mesh
@@ -137,7 +137,7 @@ class CapturedState:
     def join_gathers(self) -> None:
         """What the other ranks do while the main rank writes gathered files: take part in the gather of each tensor."""
         for part in self.gathered.values():
-            for name in tensor_file_plan.in_file_order(part.outlines):
+            for name in tensor_file.in_file_order(part.outlines):
                 part.gather(name)
 
     @cached_property
@@ -153,7 +153,7 @@ class CapturedState:
 
     def _gathered_files(self) -> list[FilePlan]:
         return [
-            tensor_file_plan.plan_gathered_file(whole_file(key), part.outlines, part.table.aliases, part.gather)
+            tensor_file.plan_gathered_file(whole_file(key), part.outlines, part.table.aliases, part.gather)
             for key, part in self.gathered.items()
             if part.table.tensors
         ]
@@ -191,6 +191,6 @@ def _tensor_files(name: Callable[..., str], tensors: Mapping[str, Shard], frozen
     constant = {key: shard for key, shard in tensors.items() if key in frozen}
     trained = {key: shard for key, shard in tensors.items() if key not in frozen}
     if sum(shard.tensor.nbytes for shard in constant.values()) < _WORTH_A_FILE:
-        return [tensor_file_plan.plan_file(name(), tensors)] if tensors else []
-    files = [tensor_file_plan.plan_file(name(frozen=bool(trained)), constant, likely_unchanged=True)]
-    return [tensor_file_plan.plan_file(name(), trained), *files] if trained else files
+        return [tensor_file.plan_file(name(), tensors)] if tensors else []
+    files = [tensor_file.plan_file(name(frozen=bool(trained)), constant, likely_unchanged=True)]
+    return [tensor_file.plan_file(name(), trained), *files] if trained else files

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from ckpt.formats.native import documents
-from ckpt.formats.native.documents import Substitute
-from ckpt.formats.native.json_values import refuse
+from ckpt.formats.native.documents import Substitute, refuse
 from ckpt.formats.native.shard_table import ShardedState
 from ckpt.formats.sharded_tensors import ShardOutline, is_sharded, local_tensor
 from ckpt.formats.state import PartState, Unsharded

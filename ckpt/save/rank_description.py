@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from ckpt.formats.layout import Layout, among
-from ckpt.formats.native import documents, dtypes
+from ckpt.formats.native import documents, tensor_file
 from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.shard_table import ShardedState
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor, own_layout
@@ -73,7 +73,7 @@ class RankDescription:
         described = {}
         for name, shard in self.captured.parts[key].tensors.items():
             value = found.get(name, TIED if guarantee.is_uncertain(name) else None)
-            described[name] = [dtypes.name_of(shard.tensor.dtype), list(shard.shape), value]
+            described[name] = [tensor_file.dtype_name(shard.tensor.dtype), list(shard.shape), value]
         bases = {
             name: ["", [], value] for name, value in found.items() if name not in described
         }  # of overlapping views

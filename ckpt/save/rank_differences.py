@@ -13,9 +13,8 @@ from functools import cached_property
 from typing import Any
 
 from ckpt.errors import RanksError
-from ckpt.formats.layout import Layout
-from ckpt.formats.layout_json import layout_from_json
-from ckpt.formats.native import dtypes
+from ckpt.formats.layout import Layout, layout_from_json
+from ckpt.formats.native import tensor_file
 from ckpt.formats.native.shard_table import EVERY, ShardSpec, ShardTable, disagreements
 from ckpt.ranks.group import MAIN
 from ckpt.ranks.liveness import format_ranks
@@ -231,7 +230,7 @@ def _is_other(mine: list[Any], theirs: list[Any] | None) -> bool:
 
 
 def _dtype_and_shape(entry: ShardSpec | None) -> str:
-    return f"{dtypes.name_of(entry.dtype)}{list(entry.shape)}" if entry else "nothing"
+    return f"{tensor_file.dtype_name(entry.dtype)}{list(entry.shape)}" if entry else "nothing"
 
 
 def _writer(entry: ShardSpec, rank: int, *, whole: bool) -> int:

@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 
 from ckpt.formats.layout import Layout
-from ckpt.formats.native import tensor_file_plan
+from ckpt.formats.native import tensor_file
 from ckpt.formats.native.shard_table import ShardedState
-from ckpt.formats.native.shared_storage import View, untie
+from ckpt.formats.native.tensor_file import View, untie
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor
 from ckpt.formats.state import FilePlan, PartState, Shard
 from ckpt.ranks.group import MAIN
@@ -31,7 +31,7 @@ class ReplicaTensors:
 
     @cached_property
     def file(self) -> FilePlan:
-        return tensor_file_plan.plan_file(self.path, self.shards)
+        return tensor_file.plan_file(self.path, self.shards)
 
     @cached_property
     def stored(self) -> list[str]:
@@ -50,12 +50,12 @@ class ReplicaTensors:
     def file_of(self, stored: Collection[str], snapshot: FilePlan | None) -> FilePlan:
         """The file with these tensors alone: out of the snapshot's file of all of them, or live."""
         if snapshot is None:
-            return tensor_file_plan.plan_file(self.path, {name: self.shards[name] for name in self.names(stored)})
+            return tensor_file.plan_file(self.path, {name: self.shards[name] for name in self.names(stored)})
         if set(self.stored) <= set(stored):
             return snapshot
         copied = dict(self._copied(snapshot))
         shards = {name: self._from(copied, name) for name in self.names(stored)}
-        return tensor_file_plan.plan_file(self.path, shards)
+        return tensor_file.plan_file(self.path, shards)
 
     def _base(self, name: str) -> str | None:
         return self.views[name].of if name in self.views else None

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ckpt.formats.layout import Layout
-from ckpt.formats.layout_json import layout_from_json
-from ckpt.formats.native import dtypes
+from ckpt.formats.layout import Layout, layout_from_json
+from ckpt.formats.native import tensor_file
 from ckpt.formats.native.shard_table import EVERY, ShardSpec, ShardTable, balanced
 from ckpt.ranks.group import MAIN
 from ckpt.ranks.liveness import format_ranks
@@ -189,7 +188,7 @@ def _sharded_rows(key: str, rank: int, described: Details) -> Iterator[tuple[str
         layout = layout_from_json(narrow[name]) if name in narrow else spec.layout
         plain = spec.layout.is_replicated
         checksum = part["sums"].get(name, part["pieces"].get(name))
-        yield name, Held(rank, dtypes.name_of(spec.dtype), spec.shape, None if plain else layout, checksum)
+        yield name, Held(rank, tensor_file.dtype_name(spec.dtype), spec.shape, None if plain else layout, checksum)
 
 
 def _spec(part: UnitedPart, name: str, copies: list[Held]) -> ShardSpec | None:
@@ -210,7 +209,7 @@ def _spec(part: UnitedPart, name: str, copies: list[Held]) -> ShardSpec | None:
         part.others.setdefault(rank, []).append(name)
     if part.by_main and first.rank == MAIN:
         layout = Layout.of_one(MAIN)
-    return ShardSpec(dtypes.by_name(first.dtype), first.shape, layout)
+    return ShardSpec(tensor_file.dtype_of(first.dtype), first.shape, layout)
 
 
 def _shares(first: Held, held: Held | None) -> bool:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckpt.compat import torch_ddp
 from ckpt.compat.torch_ddp import Wrapper, has_rebuilt, hooks_of
-from ckpt.formats.damage import reason
+from ckpt.formats.checks import reason
 from ckpt.state.unwrap import clean_names, kinds_in, modules_in
 
 _ANY_ORDER = 2  # ranks: the sum of so many numbers does not depend on their order

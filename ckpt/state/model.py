@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ckpt.errors import ConfigError, UnsupportedError
 from ckpt.formats.layout import Layout, Members
-from ckpt.formats.native.dtypes import name_of
+from ckpt.formats.native.tensor_file import dtype_name
 from ckpt.formats.sharded_tensors import divided, is_sharded, local_tensor
 from ckpt.state import fsdp1
 from ckpt.state.deepspeed import zero3
@@ -229,7 +229,7 @@ def _compare(live: Any, saved: Any) -> str | None:
     if tuple(live.size()) != saved.shape:
         return f"shape {list(saved.shape)} in the checkpoint, {list(live.size())} here"
     if live.dtype != saved.dtype:
-        return f"dtype {name_of(saved.dtype)} in the checkpoint, {name_of(live.dtype)} here"
+        return f"dtype {dtype_name(saved.dtype)} in the checkpoint, {dtype_name(live.dtype)} here"
     return None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ckpt.compat.torch_ddp import Wrapper, has_rebuilt
-from ckpt.formats.damage import damage_reported
+from ckpt.formats.checks import damage_reported
 from ckpt.state import rng
 from ckpt.state.ddp_buckets import Buckets, buckets_of
 from ckpt.state.parts import SavedTensor

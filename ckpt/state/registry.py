@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ckpt.errors import ConfigError, UnsupportedError
 from ckpt.formats.layout import Members
-from ckpt.formats.native.json_values import is_packed, pieces
+from ckpt.formats.native.documents import is_packed, pieces
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor
 from ckpt.formats.tensor_bytes import device_obstacle
 from ckpt.state import rng

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import xxhash
 
-from ckpt.formats.damage import damage_reported
+from ckpt.formats.checks import damage_reported
 
 _DEVICES = ("cuda", "xpu", "mps")
 _POSITIONS = {"pos": 624, "buffer_pos": 4}  # the last ones, of MT19937 and of Philox

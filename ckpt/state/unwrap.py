@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckpt.compat.torch import children, own_parameters
-from ckpt.formats.foreign.wrapper_prefixes import INSIDE
+from ckpt.formats.foreign.torch_files import INSIDE
 
 # A model in parts: its names are those of the parts.
 

@@ -18,8 +18,8 @@ from ckpt.errors import ConfigError, StorageError
 from ckpt.export.folders import atomic_file, atomic_folder
 from ckpt.export.options import ExportOptions
 from ckpt.formats.foreign.hf_safetensors import same_place
-from ckpt.formats.native import documents, tensor_file_plan
-from ckpt.formats.native.json_values import refuse
+from ckpt.formats.native import documents, tensor_file
+from ckpt.formats.native.documents import refuse
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.registry import ACCELERATE, CKPT, DCP, HF, LIGHTNING, MEGATRON, TORCH, WRITTEN
@@ -218,7 +218,7 @@ def _tensor_file(key: str, part: ForeignPart) -> FilePlan:
     stored = [name for name in part.tensors if name not in tied]
     outlines = {name: _outline(*part.about(name)) for name in stored}
     read: Callable[[str], torch.Tensor] = part.read
-    return tensor_file_plan.plan_gathered_file(whole_file(key), outlines, tied, read, collective=False)
+    return tensor_file.plan_gathered_file(whole_file(key), outlines, tied, read, collective=False)
 
 
 def _outline(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

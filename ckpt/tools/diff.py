@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt.export.source import choose_a_checkpoint, open_foreign, open_source
-from ckpt.formats.damage import damage_reported
-from ckpt.formats.native import dtypes
+from ckpt.formats.checks import damage_reported
+from ckpt.formats.native import tensor_file
 from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.documents import STATE, from_json, to_json
 from ckpt.formats.native.header import SUFFIX
@@ -259,4 +259,4 @@ def _compare(name: str, first: PiecedTensor | None, second: PiecedTensor | None)
 
 
 def _outline(tensor: PiecedTensor | None) -> str:
-    return ABSENT if tensor is None else f"{dtypes.name_of(tensor.dtype)} {list(tensor.shape)}"
+    return ABSENT if tensor is None else f"{tensor_file.dtype_name(tensor.dtype)} {list(tensor.shape)}"

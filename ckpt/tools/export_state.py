@@ -16,7 +16,7 @@ import torch
 from ckpt.errors import ConfigError
 from ckpt.export.options import ExportOptions
 from ckpt.export.save_model import CONFIG, model_files
-from ckpt.formats.foreign import lightning, megatron
+from ckpt.formats.foreign import megatron, torch_files
 from ckpt.formats.foreign.hf_safetensors import plan_files, same_place, tied
 from ckpt.formats.foreign.torch_files import RNG
 from ckpt.formats.foreign.torch_write import (
@@ -84,7 +84,7 @@ def export_lightning(state: PortableState, path: Path, advance: Callable[[int], 
     model = state.the_model()
     optimizers, schedulers = (sorted(state.of_kind(kind), key=position_of) for kind in ("optimizer", "scheduler"))
     scalers = state.of_kind("scaler")[:1]
-    document = lightning.document(
+    document = torch_files.lightning_document(
         state.tree(model),
         [state.numbered(key) for key in optimizers],
         [state.tree(key) for key in schedulers],

@@ -10,8 +10,8 @@ from typing import Any
 from ckpt.data.progress import Progress
 from ckpt.errors import CkptError, ConfigError, DamagedError
 from ckpt.export.source import beside, choose_a_checkpoint, open_foreign, open_source, read_dcp
-from ckpt.formats.damage import damage_reported
-from ckpt.formats.foreign import dcp, deepspeed, megatron, torch_files, trainer
+from ckpt.formats.checks import damage_reported
+from ckpt.formats.foreign import accelerate, dcp, deepspeed, megatron, torch_files
 from ckpt.formats.foreign.accelerate import in_memory
 from ckpt.formats.foreign.torch_files import SavedDict, is_name_of_part, sorted_out
 from ckpt.formats.native.manifest import Manifest
@@ -271,7 +271,7 @@ def _rank_state(rng: Mapping[str, Any], approximated: Mapping[str, str], where: 
 def _from_trainer(place: Place) -> PortableState:
     """A `checkpoint-500` of the Trainer; its model may be whole, sharded by FSDP, or of DeepSpeed."""
     folder = place.folder
-    own = trainer.TrainerFolder(folder)
+    own = accelerate.TrainerFolder(folder)
     steps, epochs = own.progress()
     told = f"step {steps} and epoch {int(epochs)} of {epochs:g} are taken over"
     approximated = _unknown_position("The Trainer", told)
@@ -345,7 +345,11 @@ def _stem(path: str) -> str:
 
 def _beside(folder: Folder) -> dict[str, Any]:
     """What save_pretrained writes beside a model: its configuration, its tokenizer."""
-    return {path: read for path, read in beside(folder).items() if path.endswith(_BESIDE) and path != trainer.STATE}
+    return {
+        path: read
+        for path, read in beside(folder).items()
+        if path.endswith(_BESIDE) and path != accelerate.TRAINER_STATE
+    }
 
 
 _READERS: dict[str, Callable[[Place], PortableState]] = {

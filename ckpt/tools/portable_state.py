@@ -10,8 +10,8 @@ from typing import Any
 from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError
 from ckpt.export.save_model import ADAPTER_CONFIG, CONFIG
-from ckpt.formats.damage import damage_reported
-from ckpt.formats.native.json_values import Decoder, refuse
+from ckpt.formats.checks import damage_reported
+from ckpt.formats.native.documents import Decoder, refuse
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.load.accelerate_state import CUSTOM, ForeignPart, encoded_part, kind_of
 from ckpt.load.rank_state import check_rank_state

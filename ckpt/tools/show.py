@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from ckpt.errors import AbsentError, CkptError, DamagedError, MissingError
-from ckpt.formats.damage import damage_reported
+from ckpt.formats.checks import damage_reported
 from ckpt.formats.native.header import SUFFIX, Outline, outlines
 from ckpt.formats.native.manifest import STATE, FileRecord, Manifest
 from ckpt.formats.registry import foreign_hint

@@ -14,14 +14,20 @@ from typing import Any, TypeVar
 import torch
 
 from ckpt.errors import DamagedError
-from ckpt.formats.damage import damage_reported
-from ckpt.formats.foreign.pickle_reader import DEEPEST, Described, read_pickle
-from ckpt.formats.foreign.torch_save import DTYPES, find_tensor, read_values, stored_dtype
+from ckpt.formats.checks import Sizes, checked_shape, checked_sizes, damage_reported
+from ckpt.formats.foreign.torch_save import (
+    DEEPEST,
+    DTYPES,
+    Described,
+    find_tensor,
+    read_pickle,
+    read_values,
+    stored_dtype,
+)
 from ckpt.formats.layout import Box
-from ckpt.formats.native import dtypes
+from ckpt.formats.native import tensor_file
 from ckpt.formats.pieces import Piece, PiecedTensor, check_complete
-from ckpt.formats.strides import Sizes, checked_shape, checked_sizes
-from ckpt.formats.transfers import ByteReader
+from ckpt.formats.tensor_bytes import ByteReader
 
 METADATA = ".metadata"
 SUFFIX = ".distcp"
@@ -270,7 +276,7 @@ def _sizes(size: Described) -> Sizes:
 
 
 def _dtype_and_shape(dtype: torch.dtype, shape: Sizes) -> str:
-    return f"{dtypes.name_of(dtype)}{list(shape)}"
+    return f"{tensor_file.dtype_name(dtype)}{list(shape)}"
 
 
 def needed_files(tensors: Iterable[StoredTensor]) -> dict[str, int]:

@@ -23,16 +23,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt.errors import DamagedError, MissingError, UnsupportedError
-from ckpt.formats.damage import damage_reported
+from ckpt.formats.checks import Sizes, checked_shape, checked_sizes, damage_reported, dense_strides
 from ckpt.formats.foreign.accelerate import FolderReader
-from ckpt.formats.foreign.pickle_reader import Described
-from ckpt.formats.foreign.torch_save import ALLOWED, read_values
-from ckpt.formats.foreign.wrapper_prefixes import unwrapped
+from ckpt.formats.foreign.torch_files import unwrapped
+from ckpt.formats.foreign.torch_save import ALLOWED, Described, read_values
 from ckpt.formats.layout import Box
 from ckpt.formats.pieces import Piece, PiecedTensor, Region
 from ckpt.formats.registry import is_engine_save
-from ckpt.formats.strides import Sizes, checked_shape, checked_sizes, dense_strides
-from ckpt.formats.transfers import ByteReader
+from ckpt.formats.tensor_bytes import ByteReader
 
 
 class Stretch(NamedTuple):

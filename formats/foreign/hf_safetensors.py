@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 
 from ckpt.errors import ConfigError, DamagedError
-from ckpt.formats.damage import damage_reported
-from ckpt.formats.native import dtypes, header
+from ckpt.formats.checks import damage_reported
+from ckpt.formats.native import header, tensor_file
 from ckpt.formats.native.header import SUFFIX, TensorHeader, parsed
 from ckpt.formats.native.tensor_file import TensorFile, pieced
 from ckpt.formats.pieces import PiecedTensor, check_complete
@@ -136,12 +136,12 @@ def _header(shard: Mapping[str, CastTensor], tied: Mapping[str, str]) -> bytes:
 
 
 def _spelling(name: str, dtype: torch.dtype) -> str:
-    if dtype not in dtypes.SPELLED:
+    if dtype not in tensor_file.SPELLED:
         raise ConfigError(
-            f"{name} has dtype {dtypes.name_of(dtype)}, which safetensors has no word for. "
+            f"{name} has dtype {tensor_file.dtype_name(dtype)}, which safetensors has no word for. "
             f"Choose another with dtype=, if it is of floating point: {floating_names()}."
         )
-    return dtypes.SPELLED[dtype]
+    return tensor_file.SPELLED[dtype]
 
 
 def _index(name: str, shards: Mapping[str, Mapping[str, CastTensor]]) -> FilePlan:
@@ -154,13 +154,13 @@ def _index(name: str, shards: Mapping[str, Mapping[str, CastTensor]]) -> FilePla
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """The dtype to cast to, by its name."""
     found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), None)
-    if found not in dtypes.SPELLED or not found.is_floating_point:
+    if found not in tensor_file.SPELLED or not found.is_floating_point:
         raise ConfigError(f"dtype={dtype!r} is none that a model can be cast to. Choose one of {floating_names()}.")
     return found
 
 
 def floating_names() -> str:
-    return ", ".join(dtypes.name_of(dtype) for dtype in dtypes.SPELLED if dtype.is_floating_point)
+    return ", ".join(tensor_file.dtype_name(dtype) for dtype in tensor_file.SPELLED if dtype.is_floating_point)
 
 
 _FEW = 10

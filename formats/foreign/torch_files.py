@@ -1,24 +1,169 @@
-"""Single files of `torch.save`: what a training script keeps in a dict, or a state dict alone.
+"""Single files of `torch.save`: what a training script keeps in a dict, a state dict alone, or a checkpoint of Lightning.
 
 Every script has names of its own. What holds tensors by name is a model, what has `state` and `param_groups` is an
-optimizer; names that most scripts use say which is which. Nothing is executed: an object of a class that is not known
-is left out by name.
+optimizer; names that most scripts use say which is which. Prefixes that wrappers of the model have added are removed.
+Nothing is executed: an object of a class that is not known is left out by name.
 """
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import ConfigError, DamagedError
-from ckpt.formats.foreign import lightning
-from ckpt.formats.foreign.pickle_reader import EVERY_NAME, Described
-from ckpt.formats.foreign.torch_save import read_values
-from ckpt.formats.foreign.wrapper_prefixes import removed_words, unwrapped
+from ckpt.formats.foreign.torch_save import EVERY_NAME, Described, read_values
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.registry import LIGHTNING, TORCH
-from ckpt.formats.transfers import ByteReader
+from ckpt.formats.tensor_bytes import ByteReader
+
+_VERSION = "pytorch-lightning_version"
+_WRITTEN_AS = "2.0.0"  # the version whose form is written; Lightning migrates what later ones changed
+_TAKEN = ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step", _VERSION)
+_PRECISION = ("MixedPrecision", "MixedPrecisionPlugin", "native_amp_scaling_state")
+_WHY = {
+    "loops": "of the progress of Lightning's loops, the epoch and the steps are taken over",
+    "callbacks": "state of Lightning's callbacks, which only they read",
+    "hyper_parameters": "what your module was built with: give it again",
+    "hparams_name": "what your module was built with: give it again",
+    "datamodule_hyper_parameters": "what your data module was built with: give it again",
+}
+_OWN = "added by a module or a plugin of its own"
+
+
+def is_lightning(found: Mapping[Any, Any]) -> bool:
+    """Whether Lightning wrote what a file of `torch.save` holds."""
+    return _VERSION in found and isinstance(found.get("state_dict"), dict)
+
+
+def lightning_parts(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of every part. With several optimizers or schedulers, each has its number."""
+    read = {"model": found["state_dict"]}
+    for key, kind in (("optimizer_states", "optimizer"), ("lr_schedulers", "scheduler")):
+        states = found.get(key) or []
+        read |= {f"{kind}.{number}" if len(states) > 1 else kind: state for number, state in enumerate(states)}
+    scalers = [found[key] for key in _PRECISION if found.get(key)]
+    return read | ({"scaler": scalers[0]} if scalers else {})
+
+
+def lightning_counters(found: Mapping[str, Any]) -> dict[str, int]:
+    values = {"epoch": _epochs(found), "step": found.get("global_step")}
+    return {key: value for key, value in values.items() if type(value) is int and value >= 0}
+
+
+def _epochs(found: Mapping[str, Any]) -> Any:
+    """The epochs that were done. What is saved at the end of an epoch has the number of that epoch beside its model."""
+    processed: Any = found.get("loops")
+    for key in ("fit_loop", "epoch_progress", "current", "processed"):
+        processed = processed.get(key) if isinstance(processed, dict) else None
+    numbers = [number for number in (found.get("epoch"), processed) if type(number) is int]
+    return max(numbers, default=None)
+
+
+def lightning_left_out(found: Mapping[str, Any]) -> dict[str, str]:
+    """What is not taken over, and why; an empty container is not worth a word."""
+    return {str(key): _WHY.get(key, _OWN) for key, value in found.items()
+            if key not in (*_TAKEN, *_PRECISION) and value is not None and not _is_empty(value)}  # fmt: skip
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, dict | list | tuple) and not value
+
+
+def lightning_document(
+    model: Any, optimizers: list[Any], schedulers: list[Any], scaler: Any | None, *, epoch: int, step: int
+) -> dict[str, Any]:
+    """What Lightning's `Trainer.fit(ckpt_path=...)` and `load_from_checkpoint` read."""
+    found = {
+        "epoch": epoch,
+        "global_step": step,
+        _VERSION: _WRITTEN_AS,
+        "state_dict": model,
+        "loops": _loops(epoch, step),
+        "callbacks": {},
+        "optimizer_states": optimizers,
+        "lr_schedulers": schedulers,
+    }
+    return found if scaler is None else {**found, _PRECISION[0]: scaler}
+
+
+def _loops(epoch: int, step: int) -> dict[str, Any]:
+    """The progress of Lightning's loops at the beginning of an epoch, after so many steps of the optimizer."""
+    none = {"ready": 0, "completed": 0}
+    steps = {"total": {"ready": step, "completed": step}, "current": dict(none)}
+    batches = {"total": _counts(step), "current": _counts(0), "is_last_batch": False}
+    optimizer = {"step": steps, "zero_grad": {"total": {**steps["total"], "started": step},
+                                              "current": {**none, "started": 0}}}  # fmt: skip
+    other = {"state_dict": {}, "batch_progress": {**batches, "total": _counts(0)}}
+    fit = {
+        "state_dict": {},
+        "epoch_loop.state_dict": {"_batches_that_stepped": step},
+        "epoch_loop.batch_progress": batches,
+        "epoch_loop.scheduler_progress": {"total": dict(none), "current": dict(none)},
+        "epoch_loop.automatic_optimization.state_dict": {},
+        "epoch_loop.automatic_optimization.optim_progress": {"optimizer": optimizer},
+        "epoch_loop.manual_optimization.state_dict": {},
+        "epoch_loop.manual_optimization.optim_step_progress": steps,
+        "epoch_loop.val_loop.state_dict": {},
+        "epoch_loop.val_loop.batch_progress": other["batch_progress"],
+        "epoch_progress": {"total": _counts(epoch), "current": _counts(epoch)},
+    }
+    names = ("validate_loop", "test_loop", "predict_loop")
+    predicted = {"total": _counts(0), "current": _counts(0)}  # without a last batch
+    others = {name: {**other, "batch_progress": predicted} if name == names[2] else other for name in names}
+    return {"fit_loop": fit, **others}
+
+
+def _counts(number: int) -> dict[str, int]:
+    return dict.fromkeys(("ready", "completed", "started", "processed"), number)
+
+
+# the model inside torch.compile, FullyShardedDataParallel and checkpoint_wrapper: a word in the names of its tensors
+INSIDE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_REPEATED = re.compile(r"(?:module\.)*")  # added by DistributedDataParallel
+
+
+def unwrapped(names: Iterable[str], *, outside: bool = True) -> dict[str, str]:
+    """The bare name for each name. `module.` is removed only if all names begin with it: a model may use it itself.
+
+    `outside`: whether it is removed at all.
+    """
+    bare = {name: _without_inner(name) for name in names}
+    if bare and outside:
+        length = min(_length_outside(name) for name in bare.values())
+        bare = {name: stripped[length:] for name, stripped in bare.items()}
+    _check_distinct(bare)
+    return bare
+
+
+def removed_words(names: Iterable[str]) -> tuple[str, list[str]]:
+    """What `unwrapped` removes: the prefix of all names, such as `module.`, and the words inside of some."""
+    listed = list(names)
+    bare = [_without_inner(name) for name in listed]
+    length = min(map(_length_outside, bare), default=0)
+    inside = [word for word in INSIDE if any(word in name.split(".") for name in listed)]
+    return (bare[0][:length] if bare else ""), inside
+
+
+def _length_outside(name: str) -> int:
+    found = _REPEATED.match(name)
+    return found.end() if found else 0
+
+
+def _without_inner(name: str) -> str:
+    return ".".join(word for word in name.split(".") if word not in INSIDE)
+
+
+def _check_distinct(bare: dict[str, str]) -> None:
+    wrapped = defaultdict(list)
+    for name, stripped in bare.items():
+        wrapped[stripped].append(name)
+    doubled = [" and ".join(names) for names in wrapped.values() if len(names) > 1]
+    if doubled:
+        raise ConfigError(f"without the prefixes of wrappers these are the same name: {'; '.join(doubled)}.")
+
 
 RNG = "rng"
 _ENDINGS = ("_state_dict", "_state", "_states", "_dict")
@@ -69,19 +214,19 @@ def read_file(reader: ByteReader, length: int, where: str) -> SavedDict:
 
 def sorted_out(found: Mapping[Any, Any], where: str, origin: str = TORCH.name) -> SavedDict:
     """What a dict holds, by the parts that a manager has."""
-    saved = _of_lightning(found) if lightning.is_lightning(found) else _of_script(found, origin)
+    saved = _of_lightning(found) if is_lightning(found) else _of_script(found, origin)
     if not saved.parts:
         raise ConfigError(f"{where} holds no model: it has {', '.join(map(str, list(found)[:10])) or 'nothing'}.")
     return saved
 
 
 def _of_lightning(found: Mapping[str, Any]) -> SavedDict:
-    parts = lightning.parts(found)
+    parts = lightning_parts(found)
     prefixes, told = _prefixes({"model": parts["model"]})
     parts["model"] = _bare(parts["model"])
-    skipped = lightning.left_out(found) | told
+    skipped = lightning_left_out(found) | told
     return SavedDict(
-        origin=LIGHTNING.name, parts=parts, counters=lightning.counters(found), skipped=skipped, prefixes=prefixes
+        origin=LIGHTNING.name, parts=parts, counters=lightning_counters(found), skipped=skipped, prefixes=prefixes
     )
 
 

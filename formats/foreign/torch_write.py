@@ -28,10 +28,10 @@ from torch.serialization import skip_data
 
 from ckpt.compat.torch import FAKE_TENSORS
 from ckpt.errors import CkptError, ConfigError
+from ckpt.formats.checks import Sizes
 from ckpt.formats.foreign.accelerate import RNG_DEVICES, in_memory, rng_key
 from ckpt.formats.foreign.hf_safetensors import LiveTensor, StreamedTensor
 from ckpt.formats.pieces import PiecedTensor
-from ckpt.formats.strides import Sizes
 from ckpt.formats.tensor_bytes import host_bytes
 
 _MEANT = (CkptError, OSError, KeyboardInterrupt)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from ckpt.errors import UnsupportedError
-from ckpt.formats.damage import damage_reported
-from ckpt.formats.strides import Sizes, checked_shape, checked_sizes
+from ckpt.formats.checks import Sizes, checked_shape, checked_sizes, damage_reported
 
 SUFFIX = ".safetensors"
 ALIGNMENT = 4096  # bytes: tensor data starts at a multiple of it

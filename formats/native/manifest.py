@@ -1,15 +1,19 @@
 """The manifest: versioned JSON that lists every file with its hashes. Writing it commits the checkpoint.
 
-Its first two lines are fixed, so that any changed byte is detected:
+Its first lines are fixed, so that any changed byte is detected; that of the signature is there if it is signed:
 
     {
      "digest": "xxh3-128:<of every byte after this line>",
+     "signature": "ed25519:<public key, 64 hex digits>:<signature, 128 hex digits>",
      "format": "ckpt",
      ...
 
 A reader refuses a version newer than its own, and ignores fields it does not know. Within a version fields are added,
 never removed or given another meaning. A field that is added gets a line in the tables of rules,
 which are checked when a manifest is read.
+
+What is signed is `CONTEXT` followed by every byte after the signature's line, so that no signature of another kind of
+document fits. Nothing here computes or verifies one: see `ckpt.root.keys`.
 """
 
 from __future__ import annotations
@@ -23,7 +27,6 @@ from typing import Any
 
 from ckpt.errors import DamagedError, UnsupportedError, VersionError
 from ckpt.formats.native.block_hash import ALGORITHM, BLOCK_SIZE, digest
-from ckpt.formats.native.signature import Signature, split_signature
 from ckpt.util.checked_json import (
     LARGEST_NUMBER,
     Rule,
@@ -39,6 +42,48 @@ from ckpt.util.checked_json import (
     parse_json,
     shown,
 )
+
+CONTEXT = b"ckpt manifest 1\n"
+
+_LINE = re.compile(rb' "signature": "ed25519:([0-9a-f]{64}):([0-9a-f]{128})",\n')
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Who signed a manifest, and its bytes as they were signed, from which copies of it are written.
+
+    `name` is the checkpoint's in those bytes: its folder may be called otherwise by now. `verified`: a key that is
+    trusted has made it, as `ckpt.root.trust.Trust` found.
+    """
+
+    key: str
+    value: str
+    text: bytes = field(repr=False)
+    name: str = ""
+    verified: bool = False
+
+    @property
+    def message(self) -> bytes:
+        return CONTEXT + self.text
+
+    @property
+    def line(self) -> bytes:
+        return f' "signature": "ed25519:{self.key}:{self.value}",\n'.encode()
+
+
+def split_signature(lines: bytes) -> tuple[Signature | None, bytes]:
+    """The signature of a manifest's lines, if they begin with one, and the lines after it."""
+    found = _LINE.match(lines)
+    if found is None:
+        return None, lines
+    text = lines[found.end() :]
+    return Signature(found[1].decode(), found[2].decode(), text), text
+
+
+def short(key: str) -> str:
+    """A public key as it is shown: its first 16 digits."""
+    return key[:16]
+
 
 LARGEST_SEQUENCE = LARGEST_NUMBER
 LARGEST_VERSION = 999_999

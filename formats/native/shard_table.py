@@ -16,16 +16,13 @@ from typing import Any
 import torch
 
 from ckpt.errors import DamagedError, UnsupportedError
-from ckpt.formats.damage import damage_reported
-from ckpt.formats.layout import Box, Layout, Members, Ranges
-from ckpt.formats.layout_json import check_covered, count_shards, layout_from_json
-from ckpt.formats.native import dtypes
+from ckpt.formats.checks import checked_shape, damage_reported
+from ckpt.formats.layout import Box, Layout, Members, Ranges, check_covered, count_shards, layout_from_json
+from ckpt.formats.native import tensor_file
 from ckpt.formats.native.manifest import Manifest
-from ckpt.formats.native.tensor_file import TensorFile
-from ckpt.formats.native.tensor_file_plan import SMALL
+from ckpt.formats.native.tensor_file import SMALL, TensorFile
 from ckpt.formats.sharded_tensors import gathered, is_sharded, layout_of, local_tensor
 from ckpt.formats.state import Shard
-from ckpt.formats.strides import checked_shape
 from ckpt.formats.tensor_bytes import narrowed
 from ckpt.shown import Lines
 
@@ -74,7 +71,7 @@ class ShardTable:
         layouts = list(dict.fromkeys(spec.layout for spec in self.tensors.values()))
         number = {layout: index for index, layout in enumerate(layouts)}
         rows = {
-            name: [dtypes.name_of(spec.dtype), list(spec.shape), number[spec.layout], spec.copy]
+            name: [tensor_file.dtype_name(spec.dtype), list(spec.shape), number[spec.layout], spec.copy]
             for name, spec in self.tensors.items()
         }
         return {"layouts": [layout.to_json() for layout in layouts], "tensors": rows, "aliases": self.aliases}
@@ -95,7 +92,7 @@ class ShardTable:
 
 def _spec_from_json(row: list[Any], layouts: Mapping[int, Layout]) -> ShardSpec:
     dtype, shape, number, copy = row
-    spec = ShardSpec(dtypes.by_name(dtype), checked_shape(shape), layouts[number], copy)
+    spec = ShardSpec(tensor_file.dtype_of(dtype), checked_shape(shape), layouts[number], copy)
     if type(copy) is not int or not EVERY <= copy < spec.layout.copies:
         raise ValueError(f"there is no copy {copy!r} of {spec.layout.copies}")
     check_covered(spec.layout, spec.shape)
@@ -284,8 +281,8 @@ def _check_shard(file: TensorFile, name: str, spec: ShardSpec, box: Box) -> None
     if found != ((spec.dtype, box.sizes), spec.shape, box.offsets):
         (dtype, sizes), shape, offsets = found
         raise DamagedError(
-            f"{file.where} does not go with the checkpoint's table of shards: {name} is {dtypes.name_of(dtype)}"
-            f"{list(sizes)} there, at {list(offsets)} of {list(shape)}, not {dtypes.name_of(spec.dtype)}"
+            f"{file.where} does not go with the checkpoint's table of shards: {name} is {tensor_file.dtype_name(dtype)}"
+            f"{list(sizes)} there, at {list(offsets)} of {list(shape)}, not {tensor_file.dtype_name(spec.dtype)}"
             f"{list(box.sizes)} at {list(box.offsets)} of {list(spec.shape)}."
         )
 
@@ -296,6 +293,6 @@ def disagreements(tables: Mapping[int, ShardTable]) -> Iterator[tuple[str, list[
         said: dict[str, list[str]] = defaultdict(list)
         for rank, table in tables.items():
             spec = table.tensors.get(name)
-            said[f"{dtypes.name_of(spec.dtype)}{list(spec.shape)}" if spec else "nothing"].append(str(rank))
+            said[f"{tensor_file.dtype_name(spec.dtype)}{list(spec.shape)}" if spec else "nothing"].append(str(rank))
         if len(said) > 1:
             yield name, [f"{text} on rank {', '.join(ranks)}" for text, ranks in said.items()]

@@ -1,26 +1,198 @@
-"""Reading safetensors files: any tensor, or any box of one, into any memory. `tensor_file_plan.py` writes them.
+"""Safetensors files, written and read: any tensor, or any box of one, into any memory.
 
-The tensors of several files of a part are put together as `PiecedTensor`s.
+A file is what the safetensors specification says: eight bytes of header length, a JSON header padded with spaces, the
+data without gaps. On top of that (docs/format.md):
+
+- the header is padded so that the data starts at a multiple of 4096, and tensors are sorted by alignment;
+- `__metadata__["DCP_SHARDING_INFO"]` holds the offsets of shards in their tensors, in PyTorch's own format;
+- `__metadata__["ckpt"]` holds what safetensors cannot express: dtypes it does not know (stored as U8), the full shapes
+  of sharded tensors, and tensors that are views of others.
+
+Tensors that share memory (tied weights, overlapping views) are stored once, and share memory again when loaded. The
+tensors of several files of a part are put together as `PiecedTensor`s.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 
 from ckpt.errors import DamagedError
-from ckpt.formats.damage import damage_reported
+from ckpt.formats.checks import (
+    Expansion,
+    Sizes,
+    checked_shape,
+    checked_sizes,
+    damage_reported,
+    dense_strides,
+    is_dense,
+    reach,
+)
 from ckpt.formats.layout import Box
-from ckpt.formats.native import dtypes
-from ckpt.formats.native.header import KIND, Extent, Header, is_bare, parsed
-from ckpt.formats.native.shared_storage import View
+from ckpt.formats.native import header
+from ckpt.formats.native.header import BARE, KIND, SPELLINGS, Extent, Header, TensorHeader, is_bare, parsed
 from ckpt.formats.pieces import Piece, PiecedTensor, Region
-from ckpt.formats.strides import Expansion, Sizes, checked_shape, checked_sizes, dense_strides, is_dense, reach
-from ckpt.formats.transfers import ByteReader, Want, at_once
+from ckpt.formats.state import FilePlan, Shard
+from ckpt.formats.tensor_bytes import ByteReader, Want, at_once, host_bytes, is_plain, on_host
+
+SPELLED: dict[torch.dtype, str] = {getattr(torch, name): spelling for name, spelling in SPELLINGS.items()}
+
+# All that a stored tensor may have: of each, torch allocates `itemsize` bytes per element. Not so of quint4x2 and
+# quint2x4, which have several elements in a byte: a view of numel * itemsize bytes leads past the end of their memory.
+NAMES = frozenset(
+    (
+        *SPELLINGS,
+        *("complex32", "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+        *("bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"),
+        *(f"{sign}{bits}" for sign in ("int", "uint") for bits in range(1, 8)),
+    )
+)
+STORABLE = frozenset(getattr(torch, name) for name in NAMES if hasattr(torch, name))
+
+BY_SPELLING = {spelling: dtype for dtype, spelling in SPELLED.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The inverse of `dtype_name`, for the dtypes that a stored tensor may have. Nothing else is ever looked up."""
+    if name not in NAMES:
+        raise ValueError(f"{name!r} is no dtype of a stored tensor")
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"this torch ({torch.__version__}) has no dtype {name!r}")
+    return dtype
+
+
+_ALIGNMENT = 16  # bytes: no dtype is longer
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor whose bytes lie within those of a stored one."""
+
+    of: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int  # byte offset in the stored tensor
+
+    def on(self, base: torch.Tensor) -> torch.Tensor:
+        """This view of `base`, which must be contiguous and begin its storage."""
+        view = torch.empty(0, dtype=self.dtype, device=base.device)
+        return view.set_(base.untyped_storage(), self.start // view.element_size(), self.shape, self.stride)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """The bytes of a storage from a tensor's first to its last element."""
+
+    name: str
+    tensor: torch.Tensor
+    first: int
+    last: int
+
+
+def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, View]]:
+    """Split tensors into those to store and those that are views of a stored one.
+
+    If none of several overlapping tensors covers all the others, the bytes beneath them are stored under a name of
+    their own, and all of them are views.
+    """
+    stored = dict(tensors)
+    views: dict[str, View] = {}
+    for cluster in _clusters(_spans(tensors)):
+        base = _base(cluster, tensors)
+        stored[base.name] = base.tensor
+        for span in cluster:
+            if span.name != base.name:
+                del stored[span.name]
+                views[span.name] = _view(span, base)
+    return stored, views
+
+
+def _spans(tensors: Mapping[str, torch.Tensor]) -> Iterable[list[_Span]]:
+    """The tensors of each storage that several tensors use, in the order of their first byte."""
+    by_address: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        if tensor.numel() and not tensor.is_meta:
+            by_address[tensor.untyped_storage().data_ptr()].append(name)
+    for names in by_address.values():
+        if len(names) > 1:  # rare, and training waits for this loop
+            by_device: dict[torch.device, list[_Span]] = defaultdict(list)
+            for name in names:
+                tensor = tensors[name]
+                # a lazy conjugate or negation has other values than its bytes: it cannot be a view of them
+                if not tensor.is_conj() and not tensor.is_neg():
+                    by_device[tensor.device].append(_span(name, tensor))
+            for spans in by_device.values():
+                yield sorted(spans, key=lambda span: (span.first, -span.last))
+
+
+def _span(name: str, tensor: torch.Tensor) -> _Span:
+    size = tensor.element_size()
+    first = int(tensor.storage_offset()) * size
+    reach = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return _Span(name, tensor, first, first + (reach + 1) * size)
+
+
+def _clusters(storages: Iterable[list[_Span]]) -> Iterable[list[_Span]]:
+    """Runs of two or more tensors in which each overlaps an earlier one."""
+    for spans in storages:
+        cluster: list[_Span] = []
+        reach = 0
+        for span in spans:
+            if cluster and span.first >= reach:
+                yield from _if_shared(cluster)
+                cluster = []
+            cluster.append(span)
+            reach = max(reach, span.last) if len(cluster) > 1 else span.last
+        yield from _if_shared(cluster)
+
+
+def _if_shared(cluster: list[_Span]) -> Iterable[list[_Span]]:
+    if len(cluster) > 1:
+        yield cluster
+
+
+def _base(cluster: list[_Span], taken: Container[str]) -> _Span:
+    """The tensor to store for a cluster: one that covers the others, or the bare bytes beneath them."""
+    first, last = cluster[0].first, max(span.last for span in cluster)
+    if len({_geometry(span) for span in cluster}) == 1:
+        return cluster[0]
+    for span in cluster:
+        covers = (span.first, span.last) == (first, last) and span.tensor.is_contiguous()
+        if covers and all((other.first - first) % other.tensor.element_size() == 0 for other in cluster):
+            return span
+    first -= first % _ALIGNMENT  # so that a view of any dtype begins at an element boundary
+    raw = torch.empty(0, dtype=torch.uint8, device=cluster[0].tensor.device)
+    raw.set_(cluster[0].tensor.untyped_storage(), first, (last - first,), (1,))
+    name = f"{cluster[0].name}{BARE}"
+    while name in taken:
+        name += "+"
+    return _Span(name, raw, first, last)
+
+
+def _view(span: _Span, base: _Span) -> View:
+    tensor, stride = span.tensor, span.tensor.stride()
+    if _geometry(span) == _geometry(base):
+        stride = torch.empty(tensor.shape, device="meta").stride()  # the base is stored contiguously
+    return View(base.name, tensor.dtype, tuple(tensor.shape), tuple(stride), span.first - base.first)
+
+
+def _geometry(span: _Span) -> tuple[object, ...]:
+    return span.first, span.tensor.dtype, span.tensor.shape, span.tensor.stride()
 
 
 @dataclass(frozen=True)
@@ -114,7 +286,7 @@ class TensorFile:
 
     def _read_header(self, size: int) -> None:
         header = Header.read(self.reader, self.where, size)
-        foreign = {name: dtypes.by_name(dtype) for name, dtype in header.own("dtypes").items()}
+        foreign = {name: dtype_of(dtype) for name, dtype in header.own("dtypes").items()}
         self.stored = {name: _entry(extent, foreign.get(name)) for name, extent in header.entries.items()}
         expansion = Expansion()
         for name, fields in header.own("views").items():
@@ -131,14 +303,14 @@ def _entry(extent: Extent, foreign: torch.dtype | None) -> TensorEntry:
     """`foreign`: the dtype, if safetensors has none for it; its bytes are the last dimension of what is stored."""
     spelling, shape, start, stop = extent
     if foreign is None:
-        return TensorEntry(dtypes.BY_SPELLING[spelling], shape, start, stop)
+        return TensorEntry(BY_SPELLING[spelling], shape, start, stop)
     if spelling != "U8" or shape[-1:] != (foreign.itemsize,):
         raise ValueError(f"{spelling} of shape {list(shape)} are no elements of {foreign}")
     return TensorEntry(foreign, shape[:-1], start, stop)
 
 
 def _view_from_json(fields: Mapping[str, Any], stored: Mapping[str, TensorEntry]) -> View:
-    dtype, base = dtypes.by_name(fields["dtype"]), stored[fields["of"]]
+    dtype, base = dtype_of(fields["dtype"]), stored[fields["of"]]
     shape, stride, (start,) = (
         checked_shape(fields["shape"]),
         checked_sizes(fields["stride"]),
@@ -194,3 +366,135 @@ def _joined(name: str, found: list[_FoundPiece]) -> PiecedTensor:
                 f"{piece.region.where} says {other_dtype} of shape {list(other_shape)}."
             )
     return PiecedTensor(dtype, shape, tuple(piece for *_, piece in found if not piece.box.is_empty))
+
+
+_log = logging.getLogger("ckpt")
+
+SMALL = 1 << 16  # bytes
+
+_Item = TypeVar("_Item")
+_Outlines = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]  # name, dtype and shape of each stored tensor
+_Shards = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]  # name, shape of the full tensor, offsets in it
+_Views = tuple[tuple[str, View], ...]
+
+
+def plan_file(path: str, shards: Mapping[str, Shard], *, likely_unchanged: bool = False) -> FilePlan:
+    """A file of these tensors. Plain CPU tensors are not copied: they are read when the file is written."""
+    stored, views = untie({name: shard.tensor for name, shard in shards.items()})
+    order = in_file_order(stored)
+    head, end = _header([(name, stored[name]) for name in order], shards, views)
+
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(head)
+        for name in order:
+            yield host_bytes(on_host(stored[name]))
+
+    contents: list[bytes | tuple[str, torch.Tensor]] = [head, *((name, stored[name]) for name in order)]
+    in_memory = all(is_plain(stored[name]) for name in order)
+    return FilePlan(path, len(head) + end, pieces, likely_unchanged, contents, in_memory, head=len(head))
+
+
+def plan_gathered_file(
+    path: str,
+    outlines: Mapping[str, torch.Tensor],
+    aliases: Mapping[str, str],
+    fetch: Callable[[str], torch.Tensor],
+    *,
+    collective: bool = True,
+) -> FilePlan:
+    """A file of tensors that are fetched one at a time, each when it is written.
+
+    `outlines` are tensors on the meta device. `fetch` is called once for each, in `in_file_order`. If it is a
+    `collective` call, a failure does not skip the remaining calls, or the other ranks would wait for this one.
+    """
+    order = in_file_order(outlines)
+    views = {name: _whole_view(of, outlines[of]) for name, of in aliases.items()}
+    head, end = _header([(name, outlines[name]) for name in order], {}, views)
+
+    def pieces() -> Iterator[memoryview]:
+        remaining = iter(order)
+        try:
+            yield memoryview(head)
+            for name in remaining:
+                yield host_bytes(on_host(fetch(name)))
+        except (Exception, GeneratorExit):
+            if collective:
+                finish_collectives(fetch, remaining)
+            raise
+
+    return FilePlan(path, len(head) + end, pieces, head=len(head))
+
+
+def finish_collectives(call: Callable[[_Item], object], remaining: Iterable[_Item]) -> None:
+    """Make the remaining collective calls after a failure on this rank, so that no other rank waits for it.
+
+    A failure among them is logged only: the caller raises the first one.
+    """
+    try:
+        for item in remaining:
+            call(item)
+    except Exception as error:
+        _log.warning("could not finish the collective calls of other ranks: %s: %s", type(error).__name__, error)
+
+
+def in_file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names in the order of the file: larger elements first, so that every tensor is aligned.
+
+    Among tensors of equal element size, small ones come last and so lie together: the step counts of an optimizer,
+    which every rank reads from the single rank that wrote them, are then in one block instead of in all.
+    """
+
+    def sort_key(name: str) -> tuple[int, bool]:
+        tensor = tensors[name]
+        return -tensor.element_size(), tensor.numel() * tensor.element_size() < SMALL
+
+    return sorted(tensors, key=sort_key)
+
+
+def _whole_view(name: str, tensor: torch.Tensor) -> View:
+    """A view of all of a tensor."""
+    return View(name, tensor.dtype, tuple(tensor.shape), tensor.stride(), 0)
+
+
+def _header(
+    tensors: list[tuple[str, torch.Tensor]], shards: Mapping[str, Shard], views: Mapping[str, View]
+) -> tuple[bytes, int]:
+    """The header, and how many bytes of data follow it."""
+    outlines = tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors)
+    partial = tuple((name, shard.shape, shard.offsets) for name, shard in shards.items() if not shard.is_whole)
+    return _header_bytes(outlines, partial, tuple(views.items()))
+
+
+@lru_cache(maxsize=64)  # it is the same in every save, and this runs while training waits
+def _header_bytes(outlines: _Outlines, shards: _Shards, views: _Views) -> tuple[bytes, int]:
+    tensors = [_tensor_header(name, dtype, shape) for name, dtype, shape in outlines]
+    return header.to_bytes(tensors, _metadata(outlines, shards, views)), sum(tensor.nbytes for tensor in tensors)
+
+
+def _tensor_header(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorHeader:
+    nbytes = math.prod(shape) * dtype.itemsize
+    if dtype in SPELLED:
+        return TensorHeader(name, SPELLED[dtype], shape, nbytes)
+    return TensorHeader(name, "U8", (*shape, dtype.itemsize), nbytes)
+
+
+def _metadata(outlines: _Outlines, shards: _Shards, views: _Views) -> dict[str, str]:
+    metadata = {"format": "pt"}
+    ours = {
+        "dtypes": {name: dtype_name(dtype) for name, dtype, _ in outlines if dtype not in SPELLED},
+        "shapes": {name: list(shape) for name, shape, _ in shards},
+        "views": {name: _view_to_json(view) for name, view in views},
+    }
+    if shards:
+        # PyTorch's reader expects every tensor of the file under this key, if the key is there
+        known = {name: list(offsets) for name, _, offsets in shards}
+        offsets = {name: {"saved_offsets": known.get(name, [0] * len(shape))} for name, _, shape in outlines}
+        metadata["DCP_SHARDING_INFO"] = json.dumps(offsets)
+    if any(ours.values()):
+        metadata["ckpt"] = json.dumps({key: value for key, value in ours.items() if value})
+    return metadata
+
+
+def _view_to_json(view: View) -> dict[str, Any]:
+    geometry = {"shape": list(view.shape), "stride": list(view.stride), "start": view.start}
+    return {"of": view.of, "dtype": dtype_name(view.dtype), **geometry}

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import ckpt
 from ckpt.errors import CkptError, DamagedError
-from ckpt.formats.foreign.wrapper_prefixes import unwrapped
+from ckpt.formats.foreign.torch_files import unwrapped
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 import ckpt
 from ckpt.cli.main import main
 from ckpt.export.options import ExportOptions
-from ckpt.formats.foreign.wrapper_prefixes import unwrapped
+from ckpt.formats.foreign.torch_files import unwrapped
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.root.catalog import read_manifest
 from ckpt.storage import open_storage

@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from ckpt.errors import DamagedError
 from ckpt.formats.foreign.dcp import METADATA, Contents, needed_files, read_metadata
-from ckpt.formats.foreign.pickle_reader import read_pickle
-from ckpt.formats.foreign.torch_save import find_tensor
+from ckpt.formats.foreign.torch_save import find_tensor, read_pickle
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.root.verified_file import StoredFile
 from ckpt.storage import LocalStorage

@@ -15,13 +15,11 @@ from torch import nn
 import ckpt
 from ckpt.errors import DamagedError, UnsupportedError
 from ckpt.formats.foreign.torch_save import find_tensor
-from ckpt.formats.native import dtypes, header
+from ckpt.formats.native import header, tensor_file
 from ckpt.formats.native.documents import decode_inline
-from ckpt.formats.native.tensor_file import TensorFile
-from ckpt.formats.native.tensor_file_plan import plan_file
+from ckpt.formats.native.tensor_file import TensorFile, plan_file
 from ckpt.formats.state import Shard
-from ckpt.formats.tensor_bytes import as_bytes, host_bytes
-from ckpt.formats.transfers import Transfer, at_once
+from ckpt.formats.tensor_bytes import Transfer, as_bytes, at_once, host_bytes
 from tests.helpers.file_in_memory import FileInMemory
 from tests.helpers.forgery import alter_header, alter_json, joined, reseal, split
 from tests.helpers.torch_archives import archive, tensor
@@ -59,10 +57,10 @@ class TestDtypesChosenByAFile:
             decode_inline(inline)
 
     def test_every_dtype_of_the_list_has_the_memory_that_its_size_says(self) -> None:
-        for dtype in dtypes.STORABLE:
+        for dtype in tensor_file.STORABLE:
             assert torch.empty(64, dtype=dtype).untyped_storage().nbytes() == 64 * dtype.itemsize, dtype
-        assert {dtypes.name_of(dtype) for dtype in dtypes.SPELLED} <= dtypes.NAMES
-        assert {spelling: dtype.itemsize for dtype, spelling in dtypes.SPELLED.items()} == header.ITEM_SIZES
+        assert {tensor_file.dtype_name(dtype) for dtype in tensor_file.SPELLED} <= tensor_file.NAMES
+        assert {spelling: dtype.itemsize for dtype, spelling in tensor_file.SPELLED.items()} == header.ITEM_SIZES
 
     @pytest.mark.parametrize("name", PACKED)
     def test_torch_save_cannot_choose_such_a_dtype(self, name: str) -> None:

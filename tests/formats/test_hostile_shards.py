@@ -16,13 +16,11 @@ from torch import nn
 
 import ckpt
 from ckpt.errors import DamagedError, UnsupportedError
-from ckpt.formats.layout import Box, Layout
-from ckpt.formats.layout_json import check_covered, count_shards, layout_from_json
+from ckpt.formats.layout import Box, Layout, check_covered, count_shards, find_fault, layout_from_json
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.formats.native.shard_table import ShardSpec, ShardTable, refuse_overlapping
-from ckpt.formats.native.tensor_file_plan import plan_file
+from ckpt.formats.native.tensor_file import plan_file
 from ckpt.formats.state import Shard
-from ckpt.formats.tiling import find_fault
 from tests.helpers.forgery import alter_header, alter_json, reseal, write_manifest
 
 ROWS = 6

@@ -19,10 +19,8 @@ from torch import nn
 import ckpt
 from ckpt.errors import DamagedError
 from ckpt.formats.foreign import dcp
-from ckpt.formats.foreign.pickle_reader import read_pickle
-from ckpt.formats.foreign.torch_save import ALLOWED, find_tensor, read_values
-from ckpt.formats.native.documents import decode_inline, from_json, parts_in
-from ckpt.formats.native.json_values import Decoder
+from ckpt.formats.foreign.torch_save import ALLOWED, find_tensor, read_pickle, read_values
+from ckpt.formats.native.documents import Decoder, decode_inline, from_json, parts_in
 from tests.helpers.file_in_memory import FileInMemory
 from tests.helpers.forgery import alter_json
 from tests.helpers.torch_archives import Call, archive, pickled, tensor

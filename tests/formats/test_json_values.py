@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from ckpt.errors import DamagedError, UnsupportedError
-from ckpt.formats.native.documents import decode_inline, encode_inline
-from ckpt.formats.native.json_values import Decoder, Encoder, refuse
+from ckpt.formats.native.documents import Decoder, Encoder, decode_inline, encode_inline, refuse
 
 
 def back(value: Any) -> Any:

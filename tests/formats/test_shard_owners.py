@@ -10,7 +10,7 @@ import torch
 
 from ckpt.formats.layout import Layout
 from ckpt.formats.native.shard_table import ShardSpec, ShardTable, balanced, written_by
-from ckpt.formats.native.tensor_file_plan import SMALL
+from ckpt.formats.native.tensor_file import SMALL
 
 MESHES = [
     ((2, 2), ("R", "R")),

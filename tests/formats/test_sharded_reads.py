@@ -9,15 +9,13 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from ckpt.formats.layout import Box, Layout
+from ckpt.formats.checks import dense_strides
+from ckpt.formats.layout import Box, Fault, Layout
 from ckpt.formats.native.shard_table import ShardedTensors, ShardSpec, ShardTable, build_table, written_by
-from ckpt.formats.native.tensor_file import TensorFile
-from ckpt.formats.native.tensor_file_plan import plan_file
+from ckpt.formats.native.tensor_file import TensorFile, plan_file
 from ckpt.formats.pieces import Piece, PiecedTensor, Region
 from ckpt.formats.state import Shard
-from ckpt.formats.strides import dense_strides
 from ckpt.formats.tensor_bytes import narrowed
-from ckpt.formats.tiling import Fault
 from tests.helpers.file_in_memory import FileInMemory
 
 SHAPE = (7, 10)

@@ -17,10 +17,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from ckpt.errors import DamagedError, StorageError
-from ckpt.formats.native.dtypes import SPELLED
 from ckpt.formats.native.header import ALIGNMENT
-from ckpt.formats.native.tensor_file import TensorFile
-from ckpt.formats.native.tensor_file_plan import plan_file
+from ckpt.formats.native.tensor_file import SPELLED, TensorFile, plan_file
 from ckpt.formats.state import Shard
 
 pytestmark = pytest.mark.filterwarnings(

@@ -42,8 +42,7 @@ def _header(data: bytes) -> None:
 
 
 def _pickle(data: bytes) -> None:
-    from ckpt.formats.foreign.pickle_reader import read_pickle
-    from ckpt.formats.foreign.torch_save import ALLOWED
+    from ckpt.formats.foreign.torch_save import ALLOWED, read_pickle
 
     read_pickle(data, ALLOWED, "it")
 

@@ -8,8 +8,7 @@ import torch
 import ckpt
 from ckpt.formats.native.block_hash import BlockHasher, digest
 from ckpt.formats.native.manifest import FileRecord
-from ckpt.formats.tensor_bytes import host_bytes
-from ckpt.formats.transfers import Transfer
+from ckpt.formats.tensor_bytes import Transfer, host_bytes
 from ckpt.load import verified_read
 from ckpt.root.verified_file import StoredFile, VerifiedFile
 from ckpt.storage import MemoryStorage, Storage

@@ -13,8 +13,7 @@ from torch import nn
 import ckpt
 from ckpt.formats.layout import Box
 from ckpt.formats.native.block_hash import BLOCK_SIZE
-from ckpt.formats.native.tensor_file import TensorFile
-from ckpt.formats.native.tensor_file_plan import plan_file
+from ckpt.formats.native.tensor_file import TensorFile, plan_file
 from ckpt.formats.state import Shard
 from ckpt.save.device_staging import TRANSFER
 from tests.helpers.file_in_memory import FileInMemory

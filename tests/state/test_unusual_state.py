@@ -172,7 +172,7 @@ def test_a_tensor_of_an_unknown_kind_is_refused_by_name_before_anything_is_writt
 
 
 def test_what_a_checkpoint_says_a_tensor_is_made_into_must_be_known(tmp_path: Path) -> None:
-    from ckpt.formats.native.json_values import Decoder
+    from ckpt.formats.native.documents import Decoder
 
     evil = {"$packed": {"kind": "os", "tensors": {}, "context": []}}
     with pytest.raises(ckpt.DamagedError, match="unknown kind, 'os'"):

@@ -1,9 +1,12 @@
-"""Sizes and strides of tensors in files: how far they reach, and how much larger than its bytes a tensor may become."""
+"""Checks of what files claim: sizes and strides of tensors, and one `DamagedError` for whatever is wrong with a file."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from ckpt.errors import CkptError, DamagedError
 
 Sizes = tuple[int, ...]
 
@@ -78,3 +81,27 @@ class Expansion:
         self._left -= max(0, math.prod(sizes) - reach(sizes, strides)) * itemsize
         if self._left < 0:
             raise ValueError(f"a tensor of shape {list(sizes)} is stored in {reach(sizes, strides) * itemsize} bytes")
+
+
+_LONGEST = 300  # characters of a reason: it may quote the file
+
+
+@contextmanager
+def damage_reported(where: str, what: str) -> Iterator[None]:
+    """Raise `DamagedError` for bytes of `where` that are no `what`: parsers of hostile bytes raise errors of any kind.
+
+    Errors of ckpt's own pass unchanged, those of the storage among them.
+    """
+    try:
+        yield
+    except CkptError:
+        raise
+    except Exception as error:
+        raise DamagedError(f"{where} is no {what}: {reason(error)}.") from error
+
+
+def reason(error: Exception) -> str:
+    """What an error says, short enough to be shown."""
+    text = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+    text = text.rstrip(".")
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
