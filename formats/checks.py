@@ -1,4 +1,4 @@
-"""Checks of what files claim: sizes and strides of tensors, and one `DamagedError` for whatever is wrong with a file."""
+"""Checks of what files claim: the sizes and strides of tensors, and one `DamagedError` for whatever else is wrong."""
 
 from __future__ import annotations
 

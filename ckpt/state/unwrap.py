@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckpt.compat.torch import children, own_parameters
-from ckpt.formats.foreign.torch_files import INSIDE
+from ckpt.formats.state import WRAPPERS
 
 # A model in parts: its names are those of the parts.
 
@@ -41,7 +41,7 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
     return model.parts if isinstance(model, JoinedModel) else [model]
 
 
-_CHECKPOINTED = INSIDE[-1]
+_CHECKPOINTED = WRAPPERS[-1]
 _walked = threading.local()  # `walks`: the modules of every model that was walked, where that is remembered
 
 
@@ -175,7 +175,7 @@ def _inner_name(module: nn.Module) -> str | None:
     if isinstance(module, DistributedDataParallel | DataParallel) or is_engine(module):
         return "module"
     inside = children(module)
-    return next((name for name in INSIDE if name in inside), None)
+    return next((name for name in WRAPPERS if name in inside), None)
 
 
 def _is_checkpointed(module: nn.Module) -> bool:

@@ -168,10 +168,13 @@ def rng_states(states: Mapping[str, Any]) -> dict[str, Any]:
     """The content of `random_states_N.pkl`, as `ckpt.state.rng` captures generators."""
     rng = {"python": states["random_state"], "torch": states["torch_manual_seed"]}
     if "numpy_random_seed" in states:
-        kind, key, position, has_gauss, gauss = states["numpy_random_seed"]
-        inner = {"key": key, "pos": position}
-        rng["numpy"] = {"bit_generator": kind, "state": inner, "has_gauss": has_gauss, "gauss": gauss}
+        rng["numpy"] = _numpy_state(states["numpy_random_seed"])
     return rng | {kind: list(states[rng_key(kind)]) for kind in RNG_DEVICES if rng_key(kind) in states}
+
+
+def _numpy_state(saved: tuple[Any, ...]) -> dict[str, Any]:
+    kind, key, position, has_gauss, gauss = saved
+    return {"bit_generator": kind, "state": {"key": key, "pos": position}, "has_gauss": has_gauss, "gauss": gauss}
 
 
 def in_memory(value: Any) -> Any:
@@ -267,15 +270,11 @@ class TrainerFolder:
         path = self._rng[rank][1]
         states: Mapping[str, Any] = in_memory(self._values(path))
         with damage_reported(self._where(path), "states of random generators"):
-            kind, key, position, has_gauss, gauss = states["numpy"]
-            numpy = {"bit_generator": kind, "state": {"key": key, "pos": position}}
-            found = {"python": states["python"], "torch": states["cpu"]}
-            found["numpy"] = {**numpy, "has_gauss": has_gauss, "gauss": gauss}
-            devices = {device: states[device] for device in ("cuda", "xpu") if device in states}
-        each = {
+            found = {"python": states["python"], "torch": states["cpu"], "numpy": _numpy_state(states["numpy"])}
+        devices = {device: states[device] for device in RNG_DEVICES if device in states}
+        return found | {
             device: list(state) if isinstance(state, list | tuple) else [state] for device, state in devices.items()
         }
-        return found | each
 
     def _values(self, path: str) -> Any:
         return read_values(self._folder.opened(path), 0, self._folder.files[path], self._where(path))

@@ -35,30 +35,18 @@ _MOST_TIES = 16  # tensors that may share their bytes
 _HOME = "torch.distributed.checkpoint"
 _TENSOR = f"{_HOME}.metadata.TensorStorageMetadata"
 _SIZE = "torch.Size"
+_OF_METADATA = (
+    "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+    "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+)  # fmt: skip
 _ALLOWED = frozenset(
     (
-        *(
-            f"{_HOME}.metadata.{name}"
-            for name in (
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
+        *(f"{_HOME}.metadata.{name}" for name in _OF_METADATA),
         *(f"{_HOME}.planner.{name}" for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")),
+        *(f"{_HOME}.filesystem.{name}" for name in ("_StorageInfo", "_StoragePrefix")),
         *(f"megatron.core.dist_checkpointing.strategies.torch.{name}" for name in ("MCoreMetadata", "MCoreSavePlan")),
-        f"{_HOME}.filesystem._StorageInfo",
-        f"{_HOME}.filesystem._StoragePrefix",
-        "torch.serialization._get_layout",
-        _SIZE,
-        *DTYPES,
-        "collections.OrderedDict",
         *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+        *("torch.serialization._get_layout", _SIZE, "collections.OrderedDict", *DTYPES),
     )
 )
 

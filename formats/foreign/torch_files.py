@@ -1,4 +1,4 @@
-"""Single files of `torch.save`: what a training script keeps in a dict, a state dict alone, or a checkpoint of Lightning.
+"""Single files of `torch.save`: the dict of a training script, a state dict alone, or a checkpoint of Lightning.
 
 Every script has names of its own. What holds tensors by name is a model, what has `state` and `param_groups` is an
 optimizer; names that most scripts use say which is which. Prefixes that wrappers of the model have added are removed.
@@ -17,6 +17,7 @@ from ckpt.errors import ConfigError, DamagedError
 from ckpt.formats.foreign.torch_save import EVERY_NAME, Described, read_values
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.registry import LIGHTNING, TORCH
+from ckpt.formats.state import WRAPPERS
 from ckpt.formats.tensor_bytes import ByteReader
 
 _VERSION = "pytorch-lightning_version"
@@ -120,8 +121,6 @@ def _counts(number: int) -> dict[str, int]:
     return dict.fromkeys(("ready", "completed", "started", "processed"), number)
 
 
-# the model inside torch.compile, FullyShardedDataParallel and checkpoint_wrapper: a word in the names of its tensors
-INSIDE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _REPEATED = re.compile(r"(?:module\.)*")  # added by DistributedDataParallel
 
 
@@ -143,7 +142,7 @@ def removed_words(names: Iterable[str]) -> tuple[str, list[str]]:
     listed = list(names)
     bare = [_without_inner(name) for name in listed]
     length = min(map(_length_outside, bare), default=0)
-    inside = [word for word in INSIDE if any(word in name.split(".") for name in listed)]
+    inside = [word for word in WRAPPERS if any(word in name.split(".") for name in listed)]
     return (bare[0][:length] if bare else ""), inside
 
 
@@ -153,7 +152,7 @@ def _length_outside(name: str) -> int:
 
 
 def _without_inner(name: str) -> str:
-    return ".".join(word for word in name.split(".") if word not in INSIDE)
+    return ".".join(word for word in name.split(".") if word not in WRAPPERS)
 
 
 def _check_distinct(bare: dict[str, str]) -> None:

@@ -325,58 +325,20 @@ CONTAINERS: dict[str, Callable[..., Any]] = {
 }
 FACTORIES = frozenset(_FACTORIES)
 
-_LITERALS = frozenset(
-    [
-        "INT",
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "LONG",
-        "LONG1",
-        "LONG4",
-        "FLOAT",
-        "BINFLOAT",
-        "UNICODE",
-        "BINUNICODE",
-        "SHORT_BINUNICODE",
-        "BINUNICODE8",
-        "BINBYTES",
-        "SHORT_BINBYTES",
-        "BINBYTES8",
-    ]
-)
+_LITERALS = frozenset((
+    "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "UNICODE", "BINUNICODE",
+    "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8",
+))  # fmt: skip
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _EMPTY: dict[str, type] = {"EMPTY_TUPLE": tuple, "EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": set}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_STEPS = frozenset(
-    [
-        "MARK",
-        "TUPLE",
-        "LIST",
-        "DICT",
-        "FROZENSET",
-        "APPEND",
-        "APPENDS",
-        "ADDITEMS",
-        "SETITEM",
-        "SETITEMS",
-        "POP",
-        "POP_MARK",
-        "MEMOIZE",
-        "STACK_GLOBAL",
-        "REDUCE",
-        "NEWOBJ",
-        "BUILD",
-        "BINPERSID",
-    ]
-)
+_STEPS = frozenset((
+    "MARK", "TUPLE", "LIST", "DICT", "FROZENSET", "APPEND", "APPENDS", "ADDITEMS", "SETITEM", "SETITEMS", "POP",
+    "POP_MARK", "MEMOIZE", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD", "BINPERSID",
+))  # fmt: skip
 _NUMBERED = {
-    "PUT": "_put",
-    "BINPUT": "_put",
-    "LONG_BINPUT": "_put",
-    "GET": "_get",
-    "BINGET": "_get",
-    "LONG_BINGET": "_get",
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), "_put"),
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), "_get"),
     "GLOBAL": "_global",
 }
 _IGNORED = frozenset(("PROTO", "FRAME"))
