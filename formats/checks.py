@@ -5,15 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from ckpt.errors import CkptError, DamagedError
 
 Sizes = tuple[int, ...]
+_Kind = TypeVar("_Kind")
 
 MOST_DIMENSIONS = 64  # torch iterates over no more
 _SIZE_LIMIT = 1 << 63
 _ELEMENT_LIMIT = _SIZE_LIMIT // 16  # no dtype is longer than 16 bytes
 _EXPANSION_LIMIT = 256 << 20  # bytes that all tensors of a file together may have beyond those they are stored in
+
+
+def of_type(kind: type[_Kind], value: Any) -> _Kind:
+    """The value, if it is of that very type: a range in place of a list would become a billion items."""
+    if type(value) is not kind:
+        raise ValueError(f"a {type(value).__name__} stands where a {kind.__name__} should")
+    return value
 
 
 def checked_sizes(values: Iterable[object]) -> Sizes:

@@ -7,7 +7,7 @@ many threads.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -100,6 +100,23 @@ class ByteReader(Protocol):
 
     def read_into(self, start: int, *buffers: memoryview) -> None:
         """Fill the buffers one after the other with the bytes from `start` on."""
+
+
+class FolderReader(Protocol):
+    """A folder: the sizes of its files, and readers for them."""
+
+    @property
+    def where(self) -> str: ...
+
+    @property
+    def files(self) -> Mapping[str, int]: ...
+
+    def opened(self, path: str) -> ByteReader: ...
+
+    def below(self, name: str) -> FolderReader: ...
+
+    def check(self, needed: Mapping[str, int]) -> None:
+        """Raise one error that names every file that is missing or shorter than `needed` says."""
 
 
 @dataclass(frozen=True)

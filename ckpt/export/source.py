@@ -45,7 +45,6 @@ from ckpt.util.option_values import said
 _log = logging.getLogger("ckpt")
 _FEW = 10
 _INSTALLED = "ckpt.formats"  # the entry points of formats that installed packages add
-_LARGEST_METADATA = 1 << 30  # bytes
 
 
 @contextmanager
@@ -219,7 +218,7 @@ def _of_megatron(place: Place, part: str) -> TensorSource:
 
 def _of_dcp(place: Place, part: str) -> TensorSource:
     folder, where = place.folder, place.where
-    contents = read_dcp(folder)
+    contents = dcp.contents_of(folder)
     chosen = _chosen(contents, part, where)
     names = unwrapped(chosen.tensors)
     folder.check(dcp.needed_files(chosen.tensors.values()))
@@ -228,17 +227,6 @@ def _of_dcp(place: Place, part: str) -> TensorSource:
     tensors = {names[name]: saved.pieced(name, folder.opened, where) for name, saved in chosen.tensors.items()}
     check_complete(tensors, where)
     return TensorSource(tensors)
-
-
-def read_dcp(folder: Folder) -> dcp.Contents:
-    """What a folder of torch.distributed.checkpoint holds."""
-    where = f"{folder.where}/{dcp.METADATA}"
-    if dcp.METADATA not in folder.files:
-        raise DamagedError(
-            f"{where} is missing, which says what is in the {dcp.SUFFIX} files. It is written last: this save was cut "
-            "off. Take an older checkpoint."
-        )
-    return dcp.read_metadata(folder.document(dcp.METADATA, _LARGEST_METADATA), where)
 
 
 def _chosen(contents: dcp.Contents, part: str, where: str) -> dcp.Contents:

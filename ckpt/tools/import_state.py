@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpt.data.progress import Progress
 from ckpt.errors import CkptError, ConfigError, DamagedError
-from ckpt.export.source import beside, choose_a_checkpoint, open_foreign, open_source, read_dcp
+from ckpt.export.source import beside, choose_a_checkpoint, open_foreign, open_source
 from ckpt.formats.checks import damage_reported
 from ckpt.formats.foreign import accelerate, dcp, deepspeed, megatron, torch_files
 from ckpt.formats.foreign.accelerate import in_memory
@@ -215,7 +215,7 @@ def _from_dcp(place: Place) -> PortableState:
 
 
 def _dcp_tree(folder: Folder) -> Any:
-    contents = read_dcp(folder)
+    contents = dcp.contents_of(folder)
     folder.check(contents.needed_files())
     return contents.tree(folder.opened, folder.where)
 

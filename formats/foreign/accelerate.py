@@ -13,18 +13,18 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from ckpt.errors import ConfigError, DamagedError
 from ckpt.formats.checks import damage_reported
 from ckpt.formats.foreign import dcp
 from ckpt.formats.foreign.hf_safetensors import INDEX_SUFFIX, read_weight_map, tensors_of
 from ckpt.formats.foreign.torch_files import unwrapped
-from ckpt.formats.foreign.torch_save import read_values
+from ckpt.formats.foreign.torch_save import read_file
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.pieces import PiecedTensor
-from ckpt.formats.tensor_bytes import ByteReader
+from ckpt.formats.tensor_bytes import FolderReader
 
 RNG_DEVICES = ("cuda", "xpu")
 _RANDOM, _SAMPLER, _LOADER = "random_states", "sampler", "dataloader"
@@ -47,23 +47,6 @@ _UNREADABLE = {
     re.compile(r"pytorch_model(_\d+)?/.*"): "was written by DeepSpeed (name its folder alone, and it is converted)",
 }
 _SPARSE = (_LOADER, _SAMPLER)  # not every loader has a file, so numbers may be missing
-
-
-class FolderReader(Protocol):
-    """A folder: the sizes of its files, and readers for them."""
-
-    @property
-    def where(self) -> str: ...
-
-    @property
-    def files(self) -> Mapping[str, int]: ...
-
-    def opened(self, path: str) -> ByteReader: ...
-
-    def below(self, name: str) -> FolderReader: ...
-
-    def check(self, needed: Mapping[str, int]) -> None:
-        """Raise one error that names every file that is missing or shorter than `needed` says."""
 
 
 @dataclass(frozen=True)
@@ -135,10 +118,7 @@ class AccelerateCheckpoint:
 
     def _distributed(self, name: str, kind: str) -> Any:
         folder = self.folder.below(f"{name}/")
-        if dcp.METADATA not in folder.files:
-            raise DamagedError(f"{folder.where}/{dcp.METADATA} is missing, and is written last: this save was cut off.")
-        data = folder.opened(dcp.METADATA).read(0, folder.files[dcp.METADATA])
-        contents = dcp.read_metadata(data, f"{folder.where}/{dcp.METADATA}").of_part(kind)
+        contents = dcp.contents_of(folder).of_part(kind)
         folder.check(contents.needed_files())
         return contents.tree(folder.opened, folder.where).get(kind, {})
 
@@ -156,7 +136,7 @@ class AccelerateCheckpoint:
         return TensorFile.open(self.folder.opened(path), f"{self.folder.where}/{path}", self.folder.files[path])
 
     def _values(self, path: str) -> Any:
-        return read_values(self.folder.opened(path), 0, self.folder.files[path], f"{self.folder.where}/{path}")
+        return read_file(self.folder, path)
 
 
 def rng_key(device: str) -> str:
@@ -277,7 +257,7 @@ class TrainerFolder:
         }
 
     def _values(self, path: str) -> Any:
-        return read_values(self._folder.opened(path), 0, self._folder.files[path], self._where(path))
+        return read_file(self._folder, path)
 
     def _where(self, path: str) -> str:
         return f"{self._folder.where}/{path}"

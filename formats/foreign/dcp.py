@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from ckpt.errors import DamagedError
-from ckpt.formats.checks import Sizes, checked_shape, checked_sizes, damage_reported
+from ckpt.formats.checks import Sizes, checked_shape, checked_sizes, damage_reported, of_type
 from ckpt.formats.foreign.torch_save import (
     DEEPEST,
     DTYPES,
@@ -27,10 +27,11 @@ from ckpt.formats.foreign.torch_save import (
 from ckpt.formats.layout import Box
 from ckpt.formats.native import tensor_file
 from ckpt.formats.pieces import Piece, PiecedTensor, check_complete
-from ckpt.formats.tensor_bytes import ByteReader
+from ckpt.formats.tensor_bytes import ByteReader, FolderReader
 
 METADATA = ".metadata"
 SUFFIX = ".distcp"
+_LARGEST_METADATA = 1 << 30  # bytes
 _MOST_TIES = 16  # tensors that may share their bytes
 _HOME = "torch.distributed.checkpoint"
 _TENSOR = f"{_HOME}.metadata.TensorStorageMetadata"
@@ -182,6 +183,19 @@ def _with_optimizers(tree: Any) -> Any:
     return {key: _with_optimizers(value) for key, value in tree.items()}
 
 
+def contents_of(folder: FolderReader) -> Contents:
+    """What a folder holds, or a `DamagedError`: a save that was cut off has no metadata."""
+    where = f"{folder.where}/{METADATA}"
+    if METADATA not in folder.files:
+        raise DamagedError(
+            f"{where} is missing, which says what is in the {SUFFIX} files. It is written last: this save was cut "
+            "off. Take an older checkpoint."
+        )
+    if folder.files[METADATA] > _LARGEST_METADATA:
+        raise DamagedError(f"{where} is larger than any: {folder.files[METADATA]} bytes.")
+    return read_metadata(folder.opened(METADATA).read(0, folder.files[METADATA]), where)
+
+
 def read_metadata(data: bytes, where: str) -> Contents:
     """The contents of a DCP folder. `where` names the file in errors."""
     with damage_reported(where, f"metadata of {_HOME}"):
@@ -231,13 +245,7 @@ def _place(info: Mapping[str, Any]) -> tuple[str, int, int]:
     if info.get("transform_descriptors"):
         raise ValueError(f"{info['relative_path']} is transformed by {info['transform_descriptors']}; only plain ones")
     start, length = checked_sizes((info["offset"], info["length"]))
-    return _text(info["relative_path"]), start, length
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"a {type(value).__name__} stands where a name should")
-    return value
+    return of_type(str, info["relative_path"]), start, length
 
 
 def _chunks(storage: Mapping[Described, Described]) -> dict[str, dict[Sizes, Mapping[str, Any]]]:
@@ -246,14 +254,16 @@ def _chunks(storage: Mapping[Described, Described]) -> dict[str, dict[Sizes, Map
     for index, info in storage.items():
         offset = index.state.get("offset")
         if offset is not None:
-            found[_text(index.state["fqn"])][_sizes(offset)] = info.state
+            found[of_type(str, index.state["fqn"])][_sizes(offset)] = info.state
     return found
 
 
 def _values(storage: Mapping[Described, Described]) -> dict[str, Mapping[str, Any]]:
     """The storage info of every value that has no chunks."""
     return {
-        _text(index.state["fqn"]): info.state for index, info in storage.items() if index.state.get("offset") is None
+        of_type(str, index.state["fqn"]): info.state
+        for index, info in storage.items()
+        if index.state.get("offset") is None
     }
 
 

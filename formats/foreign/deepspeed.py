@@ -23,14 +23,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt.errors import DamagedError, MissingError, UnsupportedError
-from ckpt.formats.checks import Sizes, checked_shape, checked_sizes, damage_reported, dense_strides
-from ckpt.formats.foreign.accelerate import FolderReader
+from ckpt.formats.checks import Sizes, checked_shape, checked_sizes, damage_reported, dense_strides, of_type
 from ckpt.formats.foreign.torch_files import unwrapped
-from ckpt.formats.foreign.torch_save import ALLOWED, Described, read_values
+from ckpt.formats.foreign.torch_save import Described, NamesOf, read_file
 from ckpt.formats.layout import Box
 from ckpt.formats.pieces import Piece, PiecedTensor, Region
 from ckpt.formats.registry import is_engine_save
-from ckpt.formats.tensor_bytes import ByteReader
+from ckpt.formats.tensor_bytes import ByteReader, FolderReader
 
 
 class Stretch(NamedTuple):
@@ -175,16 +174,9 @@ _READ = frozenset(  # of the states of a model: what is read, or only describes 
 _EXPERTS = ("ds_autoep_layers", "autoep_layers")
 
 
-class _Names:
-    """The names that such a file may contain: those of plain data, and the classes of DeepSpeed."""
-
-    def __contains__(self, name: object) -> bool:
-        return name in ALLOWED or name == "argparse.Namespace" or str(name).startswith("deepspeed.")
-
-
 def read_states(folder: FolderReader, path: str) -> Any:
     """The content of a file, with tensors that have not been read."""
-    return read_values(folder.opened(path), 0, folder.files[path], f"{folder.where}/{path}", _Names())
+    return read_file(folder, path, NamesOf("deepspeed."))
 
 
 @dataclass(frozen=True)
@@ -198,7 +190,7 @@ class EngineFacts:
     @classmethod
     def described(cls, found: Any) -> EngineFacts:
         done, skipped, samples = checked_sizes([found.get(key) or 0 for key in _COUNTERS])
-        others = (_name(key) for key, value in found.items() if key not in _READ and value is not None)
+        others = (of_type(str, key) for key, value in found.items() if key not in _READ and value is not None)
         return cls(max(0, done - skipped), samples, tuple(others))
 
 
@@ -245,13 +237,7 @@ class ModelStates:
 
 
 def _shapes(found: Mapping[str, Any]) -> dict[str, Sizes]:
-    return {_name(name): checked_shape(shape) for name, shape in found.items()}
-
-
-def _name(found: Any) -> str:
-    if type(found) is not str:
-        raise ValueError(f"a {type(found).__name__} stands where a name should")
-    return found
+    return {of_type(str, name): checked_shape(shape) for name, shape in found.items()}
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from typing import Any
 
 from ckpt.errors import CkptError, DamagedError, MissingError, UnsupportedError
 from ckpt.formats.foreign import dcp
-from ckpt.formats.foreign.accelerate import FolderReader
-from ckpt.formats.foreign.torch_save import ALLOWED, read_values
+from ckpt.formats.foreign.torch_save import NamesOf, read_file
 from ckpt.formats.layout import Box
 from ckpt.formats.pieces import Piece, PiecedTensor, check_complete
+from ckpt.formats.tensor_bytes import FolderReader
 from ckpt.util.checked_json import parse_json
 
 COMMON, CONFIG = "common.pt", "metadata.json"
@@ -32,7 +32,7 @@ CONFIGURATION = {
 }
 ITERATION = "iteration"
 _TRACKER = "latest_checkpointed_iteration.txt"
-_LONGEST_TRACKER, _LARGEST_CONFIG, _LARGEST_METADATA = 64, 1 << 16, 1 << 30  # bytes
+_LONGEST_TRACKER, _LARGEST_CONFIG = 64, 1 << 16  # bytes
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)*optimizer\..*")
 _STACKED = re.compile(r"(?P<head>(?:.*\.)?layers)\.(?!\d+\.)(?P<tail>.+)")
 _OBJECT = re.compile(r"(?P<key>.+)/shard_(?P<offsets>\d+(?:\.\d+)*)_(?P<sizes>\d+(?:\.\d+)*)")
@@ -43,13 +43,6 @@ _NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-
-
-class _Names:
-    """The names that `common.pt` may contain: those of plain data, and of arguments, which remain descriptions."""
-
-    def __contains__(self, name: object) -> bool:
-        return name in ALLOWED or name == "argparse.Namespace" or str(name).startswith("megatron.")
 
 
 def save_in(folder: FolderReader) -> FolderReader:
@@ -78,11 +71,7 @@ class MegatronSave:
     @classmethod
     def opened(cls, folder: FolderReader) -> MegatronSave:
         _check_backend(folder)
-        where = f"{folder.where}/{dcp.METADATA}"
-        if folder.files[dcp.METADATA] > _LARGEST_METADATA:
-            raise DamagedError(f"{where} is larger than any: {folder.files[dcp.METADATA]} bytes.")
-        data = folder.opened(dcp.METADATA).read(0, folder.files[dcp.METADATA])
-        return cls(folder, dcp.read_metadata(data, where))
+        return cls(folder, dcp.contents_of(folder))
 
     @property
     def parts(self) -> list[str]:
@@ -137,10 +126,9 @@ class MegatronSave:
 
 
 def _common(folder: FolderReader) -> dict[Any, Any]:
-    where = f"{folder.where}/{COMMON}"
-    found = read_values(folder.opened(COMMON), 0, folder.files[COMMON], where, _Names())
+    found = read_file(folder, COMMON, NamesOf("megatron."))
     if not isinstance(found, dict):
-        raise DamagedError(f"{where} holds no state by name.")
+        raise DamagedError(f"{folder.where}/{COMMON} holds no state by name.")
     return found
 
 
@@ -160,8 +148,6 @@ def _check_backend(folder: FolderReader) -> None:
             f"{folder.where} was written by Megatron-Core as {backend!r}, and ckpt reads {BACKEND!r}. Load it there, "
             f"and save it with --ckpt-format {BACKEND}."
         )
-    if dcp.METADATA not in folder.files:
-        raise DamagedError(f"{folder.where}/{dcp.METADATA} is missing, which says what is in the {dcp.SUFFIX} files.")
 
 
 def _by_layer(stored: Mapping[str, PiecedTensor], where: str) -> dict[str, PiecedTensor]:

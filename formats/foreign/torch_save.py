@@ -26,11 +26,11 @@ from typing import Any
 import torch
 
 from ckpt.errors import CkptError, DamagedError
-from ckpt.formats.checks import checked_shape, checked_sizes, damage_reported, reach, reason
+from ckpt.formats.checks import checked_shape, checked_sizes, damage_reported, of_type, reach, reason
 from ckpt.formats.layout import Box
 from ckpt.formats.native import tensor_file
 from ckpt.formats.pieces import Piece, PiecedTensor, Region
-from ckpt.formats.tensor_bytes import ByteReader
+from ckpt.formats.tensor_bytes import ByteReader, FolderReader
 
 DEEPEST = 100  # levels, as of what ckpt saves
 _LONGEST_KEY = 64  # items of a tuple
@@ -561,6 +561,21 @@ def read_values(reader: ByteReader, start: int, length: int, where: str, allowed
         return _ValueBuilder(archive).built(archive.described(ALLOWED if allowed is None else allowed))
 
 
+def read_file(folder: FolderReader, path: str, allowed: Container[str] | None = None) -> Any:
+    """The value in a file of a folder, with tensors that have not been read."""
+    return read_values(folder.opened(path), 0, folder.files[path], f"{folder.where}/{path}", allowed)
+
+
+class NamesOf:
+    """The names of plain data, of arguments, and those that begin so, which remain descriptions."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+
+    def __contains__(self, name: object) -> bool:
+        return name in ALLOWED or name == "argparse.Namespace" or str(name).startswith(self._prefix)
+
+
 class _ValueBuilder:
     """Builds the values that a pickle describes, each object once however often it is referenced."""
 
@@ -608,16 +623,10 @@ def _named(found: Described) -> Any:
 
 
 def _encoded(found: Described) -> bytes:
-    text, encoding = map(_text, found.arguments)
+    text, encoding = (of_type(str, argument) for argument in found.arguments)
     if encoding not in ("latin1", "latin-1"):
         raise ValueError(f"it encodes bytes as {encoding!r}")
     return text.encode("latin-1")
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise ValueError(f"a {type(value).__name__} stands where text should")
-    return value
 
 
 def _bytes(found: Described) -> Any:
@@ -642,7 +651,7 @@ def _listed(kind: Callable[..., Any]) -> Callable[[Described], Any]:
 def _array_dtype(found: Described) -> Any:
     import numpy as np
 
-    dtype = np.dtype(_text(found.arguments[0]))
+    dtype = np.dtype(of_type(str, found.arguments[0]))
     if dtype.kind not in _KINDS:
         raise ValueError(f"it has an array of {dtype}, which is more than numbers and text")
     order: Any = found.state[1] if found.state else "|"

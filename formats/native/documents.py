@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from ckpt.errors import DamagedError, UnsupportedError
-from ckpt.formats.checks import checked_shape, checked_sizes, damage_reported, is_permuted, reason
+from ckpt.formats.checks import checked_shape, checked_sizes, damage_reported, is_permuted, of_type, reason
 from ckpt.formats.layout import Members
 from ckpt.formats.native import tensor_file
 from ckpt.formats.native.header import METADATA
@@ -38,7 +38,6 @@ from ckpt.shown import Lines
 
 SAFE_INT = 1 << 63  # JSON readers hold integers of 64 bits at most
 _MOST_EMPTY = 1 << 20  # elements of an array whose dtype has no bytes, such as V0
-_Kind = TypeVar("_Kind")
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -125,13 +124,6 @@ def _deque(pair: list[Any]) -> deque[Any]:
 def _defaultdict(pair: list[Any]) -> defaultdict[Any, Any]:
     factory, items = pair
     return defaultdict(_FACTORY_BY_NAME[factory], of_type(dict, items))
-
-
-def of_type(kind: type[_Kind], value: Any) -> _Kind:
-    """The value, if it is of that very type: a range in place of a list would become a billion items."""
-    if type(value) is not kind:
-        raise ValueError(f"a {type(value).__name__} stands where a {kind.__name__} should")
-    return value
 
 
 # type: (tag, encode to lists and dicts, what is decoded from: its type, and how). Without a tag the JSON value is the

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from ckpt.errors import UnsupportedError
-from ckpt.formats.checks import Sizes, checked_shape, checked_sizes, damage_reported
+from ckpt.formats.checks import Sizes, checked_shape, checked_sizes, damage_reported, of_type
 
 SUFFIX = ".safetensors"
 ALIGNMENT = 4096  # bytes: tensor data starts at a multiple of it
@@ -117,7 +117,7 @@ class Header:
 
     def own(self, key: str) -> Mapping[str, Any]:
         """A table of ckpt's own metadata."""
-        return _table(self.ours.get(key, {}))
+        return of_type(dict, self.ours.get(key, {}))
 
 
 def _data_start(reader: HeaderReader, size: int) -> int:
@@ -131,7 +131,7 @@ def _data_start(reader: HeaderReader, size: int) -> int:
 
 def parsed(text: str | bytes) -> dict[str, Any]:
     """A JSON object in which no key is there twice: readers would differ in which of the two counts."""
-    return _table(json.loads(text, object_pairs_hook=_distinct))
+    return of_type(dict, json.loads(text, object_pairs_hook=_distinct))
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -141,21 +141,15 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _table(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"a {type(value).__name__} stands where a table should")
-    return value
-
-
 def _texts(value: Any) -> dict[str, str]:
-    if any(not isinstance(text, str) for text in _table(value).values()):
+    if any(not isinstance(text, str) for text in of_type(dict, value).values()):
         raise ValueError("its metadata are not texts")
-    return _table(value)
+    return of_type(dict, value)
 
 
 def _extent(name: str, entry: Any, data: int) -> Extent:
     """An entry whose data offsets count from byte `data`."""
-    fields = _table(entry)
+    fields = of_type(dict, entry)
     spelling, shape = fields["dtype"], checked_shape(fields["shape"])
     start, stop = checked_sizes(fields["data_offsets"])
     if spelling not in ITEM_SIZES:
