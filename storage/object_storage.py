@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from ckpt.errors import TruncatedError
 from ckpt.storage.base import ANY, Buffer, Entry, Interruptible, Objects, Unfinished, below, check_key
-from ckpt.storage.lease_record import FOLDER
-from ckpt.storage.leases import Leases
+from ckpt.storage.leases import FOLDER, Leases
 
 _DAY = 24 * 3600.0  # seconds: a younger upload may belong to another writer below the same root
 

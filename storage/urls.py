@@ -96,7 +96,7 @@ def _refuse_dots(url: str, rest: str) -> None:
 
 
 def _open_read_only(url: str, **options: Any) -> Storage:
-    from ckpt.storage.read_only import ReadOnlyStorage
+    from ckpt.storage.fsspec_stores import ReadOnlyStorage
 
     _refuse_secrets(url)
     remember_secrets(options)
@@ -180,7 +180,7 @@ def _open_gcs(scheme: str) -> Callable[..., Storage]:
 
 def _open_filesystem(scheme: str) -> Callable[..., Storage]:
     def opened(rest: str, **options: Any) -> Storage:
-        from ckpt.storage.fsspec_objects import FilesystemObjects
+        from ckpt.storage.fsspec_stores import FilesystemObjects
 
         return _object_storage(lambda given: FilesystemObjects(scheme, rest.rstrip("/"), given), options)
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import ckpt
 from ckpt.errors import CkptError
-from ckpt.storage.local.system_errors import translated
+from ckpt.storage.local.files import translated
 
 Attempted = Callable[[Path], Any]
 

@@ -19,8 +19,7 @@ from ckpt.options import ManagerOptions, Mirror, resolve_options
 from ckpt.ranks.consensus import Result
 from ckpt.shown import Lines, markdown, printable, remember_secrets, shown, without_secrets
 from ckpt.storage import open_storage
-from ckpt.storage.hub.errors import translate_error
-from ckpt.storage.hub.repo import HubRepo
+from ckpt.storage.hub.repo import HubRepo, translate_error
 from ckpt.util.console import format_table, say
 from ckpt.util.svg_plot import text
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from ckpt.errors import ConfigError, LockedError, StorageError
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.storage import LocalStorage, disk_path
-from ckpt.storage.local.durable_directories import sync_directory
+from ckpt.storage.local.files import sync_directory
 from ckpt.storage.local.storage import TEMPORARY
 from ckpt.util.fork_safety import OwnerProcess
 

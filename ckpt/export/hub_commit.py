@@ -12,8 +12,7 @@ from ckpt.errors import CkptError, ConfigError, TransientError
 from ckpt.export import card as model_card
 from ckpt.export.card import CARD, CURVE, Training, draw
 from ckpt.export.folders import outdated_weights
-from ckpt.storage.hub.pull_requests import open_pull_request, page_of
-from ckpt.storage.hub.repo import MAIN_BRANCH, HubFile, HubRepo
+from ckpt.storage.hub.repo import MAIN_BRANCH, HubFile, HubRepo, open_pull_request, page_of
 from ckpt.util.console import say
 
 if TYPE_CHECKING:

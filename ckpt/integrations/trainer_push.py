@@ -11,7 +11,7 @@ from ckpt.errors import CkptError, ConfigError
 from ckpt.manager import StateManager
 from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
 from ckpt.ranks.group import MAIN
-from ckpt.storage.hub.client import require_client
+from ckpt.storage.hub.repo import require_client
 
 _log = logging.getLogger("ckpt")
 _WITH_CHECKPOINTS = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ckpt.storage.local.regular_file import open_regular
+from ckpt.storage.local.files import open_regular
 from ckpt.util.checked_json import Rule, broken_rules, is_count, is_finite, is_mapping, is_text, parse_json
 from ckpt.version import __version__
 

@@ -17,7 +17,7 @@ from ckpt.errors import StorageError
 from ckpt.memory import keeper
 from ckpt.memory.place import MemoryPlace, linger_seconds
 from ckpt.root.keys import SIGN_VARIABLE
-from ckpt.storage.local.regular_file import open_regular
+from ckpt.storage.local.files import open_regular
 from ckpt.util.process_identity import start_time
 
 _log = logging.getLogger("ckpt")

@@ -16,8 +16,8 @@ from ckpt.memory import memfd_wire
 from ckpt.memory.memfd_wire import Message
 from ckpt.memory.open_descriptors import OpenDescriptors
 from ckpt.storage.base import ANY, Buffer, Entry, StablePieces, Unfinished, changed, check_key
+from ckpt.storage.local.files import translated
 from ckpt.storage.local.locks import LocalLocks
-from ckpt.storage.local.system_errors import translated
 from ckpt.storage.local.tmpfs_write import overwrite
 
 LOCKS = "locks"

@@ -23,7 +23,7 @@ from typing import Any
 from ckpt.errors import StorageError
 from ckpt.memory.facts import boot_id, code_versions, digest_of, read_facts, write_facts
 from ckpt.memory.open_descriptors import OpenDescriptors
-from ckpt.storage.local.regular_file import open_regular
+from ckpt.storage.local.files import open_regular
 from ckpt.util.clock import utc_now
 
 FORMAT = 1

@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 
 from ckpt.memory.place import MemoryPlace
-from ckpt.storage.local.regular_file import has_one_name, open_regular
+from ckpt.storage.local.files import has_one_name, open_regular
 
 STEP = "step"
 

@@ -26,7 +26,7 @@ from ckpt.formats.registry import CKPT, is_checkpoint
 from ckpt.root.manifest_files import find_manifest, was_committed, without_manifest
 from ckpt.storage import Entry, HubStorage, Storage, open_storage
 from ckpt.storage.base import ROOT_LOCK, read_document
-from ckpt.storage.read_only import ReadOnlyStorage
+from ckpt.storage.fsspec_stores import ReadOnlyStorage
 from ckpt.util.checked_json import Rule, broken_rules, is_count, is_finite, is_mapping, is_moment, is_text, parse_json
 from ckpt.util.console import format_age, format_number, format_size
 from ckpt.util.html import html_table

@@ -28,7 +28,7 @@ from ckpt.formats.registry import (
 from ckpt.root.verified_file import StoredFile
 from ckpt.storage import Storage, open_storage
 from ckpt.storage.base import LARGEST_DOCUMENT, read_document
-from ckpt.storage.read_only import ReadOnlyStorage
+from ckpt.storage.fsspec_stores import ReadOnlyStorage
 from ckpt.util.console import format_size
 from ckpt.util.option_values import path_text, settings
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import ConfigError
 from ckpt.formats.native.manifest import Manifest, Signature, short
-from ckpt.storage.local.regular_file import open_regular
+from ckpt.storage.local.files import open_regular
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey

@@ -2,6 +2,7 @@
 
 gcsfs reads `storage_options` and finds the credentials. Requests are those of the documented JSON API, because gcsfs
 has no condition on the generation of an object: `ifGenerationMatch`, which the server compares when the object appears.
+Of an answer no more is read than was asked for. Large objects are resumable uploads.
 """
 
 from __future__ import annotations
@@ -10,17 +11,151 @@ import json
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 from urllib.parse import quote, urlsplit
 
 from ckpt.errors import ConfigError, StorageError
 from ckpt.storage.base import ANY, Entry
 from ckpt.storage.clouds import errors
-from ckpt.storage.clouds.answers import LARGEST, Answer, AnswerError, receive, successful
+from ckpt.storage.clouds.errors import CutError
 from ckpt.storage.clouds.objects import AT_ONCE, WRITE, CloudObjects, Head, Retried, refuse_unknown
-from ckpt.storage.clouds.resumable import Part
 from ckpt.storage.multipart import Body, Uncounted
 from ckpt.storage.retry import RetryPolicy
+
+_WITHOUT_BODY = (204, 304)
+_HTTP_1_1 = 11
+LARGEST = 64 << 20  # bytes of an answer that describes objects; a page of a listing has one
+
+
+class AnswerError(Exception):
+    """An answer that is no success."""
+
+    def __init__(self, status: int, code: str) -> None:
+        super().__init__(f"{status} {code}")
+        self.status = status
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A complete answer."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    def fields(self) -> dict[str, Any]:
+        """The JSON object that it is; a `CutError` if it is the beginning of one, a `ValueError` if it is none."""
+        try:
+            return dict(json.loads(self.body))
+        except json.JSONDecodeError:
+            if self.body.lstrip()[:1] in (b"", b"{"):
+                raise CutError from None
+            raise
+
+
+def receive(response: Any, most: int | None = LARGEST) -> Answer:
+    """Read an answer whose body is still to come. A longer one than `most` bytes is an error, and is not read.
+
+    A server that closes the connection in the middle is noticed by the length that it announced: the client takes what
+    has come for all of it.
+    """
+    with response:
+        body = response.raw.read(None if most is None else most + 1)
+    if most is not None and len(body) > most:
+        raise StorageError(f"the server sends more than the {most:,} bytes that were asked for. Check the endpoint.")
+    if _is_cut(response, len(body)):
+        raise CutError
+    return Answer(response.status_code, response.headers, body)
+
+
+def _is_cut(response: Any, received: int) -> bool:
+    """Whether bytes are missing: of the body, or of the headers, if they name no end that HTTP/1.1 knows."""
+    headers = response.headers
+    if announced := headers.get("Content-Length"):
+        return received < int(announced)
+    has_end = "Transfer-Encoding" in headers or headers.get("Connection") == "close"
+    return response.raw.version == _HTTP_1_1 and response.status_code not in _WITHOUT_BODY and not has_end
+
+
+def successful(answer: Answer) -> Answer:
+    """The answer, if it is a success."""
+    if answer.status < 300:
+        return answer
+    code = ""
+    with suppress(CutError, ValueError, KeyError, IndexError, TypeError):
+        code = str(answer.fields()["error"]["errors"][0]["reason"])
+    raise AnswerError(answer.status, code)
+
+
+class Sender(Protocol):
+    """Sends parts of an upload."""
+
+    def send(self, session: str, views: list[memoryview], span: str) -> Answer:
+        """The answer to a part, or without views to the question how much has arrived."""
+
+
+class Part:
+    """A part of an upload. Sent again, it first asks how much of it has arrived."""
+
+    def __init__(self, client: Sender, session: str, start: int, views: list[memoryview], total: int | None) -> None:
+        self._client = client
+        self._session = session
+        self._start = start
+        self._views = views
+        self._stop = start + sum(map(len, views))
+        self._total = "*" if total is None else str(total)
+        self._is_sent = False
+
+    def __call__(self) -> dict[str, Any] | None:
+        """What the server says about the object, if it is complete."""
+        at, views = self._start, self._views
+        if self._is_sent:
+            answer = self._client.send(self._session, [], f"*/{self._total}")
+            if answer.status != 308:
+                return answer.fields()
+            at = _arrived(answer)
+            if at >= self._stop and self._total == "*":
+                return None
+            if not self._start <= at < self._stop:
+                raise StorageError("the server has lost a part of an upload. Save again.")
+            views = _after(views, at - self._start)
+        self._is_sent = True
+        answer = self._sent(views, at)
+        if answer.status != 308:
+            return answer.fields()
+        arrived = _arrived(answer)
+        if arrived < self._stop:  # the server may take less than it was sent
+            raise AnswerError(503, "")
+        return None
+
+    def _sent(self, views: list[memoryview], at: int) -> Answer:
+        """The answer to the part. Sent twice on its way, the second is refused, and the server has the first."""
+        try:
+            return self._client.send(self._session, views, f"{at}-{self._stop - 1}/{self._total}")
+        except AnswerError as error:
+            if error.status != 400:
+                raise
+            answer = self._client.send(self._session, [], f"*/{self._total}")
+            if answer.status == 308 and _arrived(answer) < self._stop:
+                raise
+            return answer
+
+
+def _arrived(answer: Answer) -> int:
+    """The bytes of the upload that the server has; without a range it has none."""
+    span = answer.headers.get("Range")
+    return int(span.rpartition("-")[2]) + 1 if span else 0
+
+
+def _after(views: list[memoryview], count: int) -> list[memoryview]:
+    left = []
+    for view in views:
+        left.append(view[count:])
+        count = max(0, count - len(view))
+    return [view for view in left if view]
+
 
 _TAKEN = ("project", "access", "token", "endpoint_url", "requester_pays")
 # about listings, caches and new buckets, which ckpt does not use: without an effect before, too

@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ckpt.errors import DamagedError, TransientError
-from ckpt.storage.hub.errors import translated_errors
-from ckpt.storage.hub.guard import bounded_answers
-from ckpt.storage.hub.repo import HubFile, HubRepo, client_bars
+from ckpt.storage.hub.repo import HubFile, HubRepo, bounded_answers, client_bars, translated_errors
 from ckpt.util.checked_json import is_relative
 from ckpt.util.console import progress_bar
 from ckpt.util.threads import in_parallel

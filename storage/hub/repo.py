@@ -1,4 +1,9 @@
-"""A repository on the Hub, through `huggingface_hub`: its files at a commit, and new commits on its head."""
+"""A repository on the Hub, through `huggingface_hub`: its files at a commit, new commits on its head, pull requests.
+
+Requests are retried where that may help, and their errors are ckpt's, without a token. Answers are checked for what the
+client would take from them unseen: it makes names of files in its cache of ETags and commits, follows links from page
+to page with the token, and reads lists into memory and files to the disk, however long they are.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +11,266 @@ import logging
 import re
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
-from ckpt.errors import ConfigError, StorageError, TransientError
+from ckpt.errors import AbsentError, CkptError, ConfigError, DeniedError, FullError, StorageError, TransientError
 from ckpt.shown import remember_secrets
 from ckpt.storage.base import LARGEST_DOCUMENT
-from ckpt.storage.hub.client import require_client
-from ckpt.storage.hub.errors import MovedError, asked_to_wait, cause_of, is_transient, status_of, translated_errors
-from ckpt.storage.hub.guard import bounded_answers, guarded_requests, strange_answer
 from ckpt.storage.retry import Retries, RetryPolicy
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-    Operation = CommitOperationAdd | CommitOperationDelete
+
+def require_client() -> None:
+    """Refuse a client before 1.0: its answers cannot be checked as they come in. Only what uses the Hub needs it."""
+    import huggingface_hub
+
+    version = huggingface_hub.__version__
+    if version.startswith("0."):
+        raise ConfigError(
+            f"the Hub needs huggingface_hub 1.0 or newer, and {version} is installed: transformers 4 allows no newer "
+            "one. Install transformers 5; or use another storage, and push from another environment."
+        )
+
+
+_AGAIN = (408, 429, 500, 502, 503, 504)
+_LONGEST_WAIT = 600.0  # seconds that the Hub may ask for
+_LOGIN = "Log in with 'hf auth login', set HF_TOKEN, or give token=..."
+_KEPT = "What was uploaded is kept there, and is not sent again."
+
+
+class MovedError(TransientError):
+    """The head of a branch is not the parent that a commit was made for: somebody else has committed."""
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether a retry may help: the Hub is busy, or was not reached."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    status = status_of(error)
+    return status in _AGAIN if status else _is_unreachable(error) and not isinstance(error, OfflineModeIsEnabled)
+
+
+@contextmanager
+def translated_errors(verb: str, where: str) -> Iterator[None]:
+    """Translate the errors that the client raises in this context."""
+    try:
+        yield
+    except CkptError:
+        raise
+    except Exception as error:
+        problem = translate_error(cause_of(error), f"could not {verb} {where}")
+        raise problem from None  # the cause holds the request's headers
+
+
+def translate_error(error: BaseException, what: str) -> Exception:
+    """The error that a user sees in place of the client's."""
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    status = status_of(error)
+    if isinstance(error, GatedRepoError):
+        return DeniedError(f"{what}: it is gated. Ask for access on its page, with the account of your token. {_LOGIN}")
+    if isinstance(error, RepositoryNotFoundError) and status != 401:
+        return AbsentError(f"{what}: there is no such repository, or the token may not see it. {_LOGIN}")
+    if isinstance(error, RevisionNotFoundError):
+        return AbsentError(f"{what}: the repository has no such revision. Name a branch, a tag or a commit of it.")
+    if isinstance(error, EntryNotFoundError):
+        return AbsentError(f"{what}: it does not exist.")
+    if status:
+        return _by_status(status, error, what)
+    if _is_unreachable(error):
+        return TransientError(
+            f"{what}: the Hub cannot be reached ({type(error).__name__}: {error}). Look at the network, at HF_ENDPOINT "
+            f"and HF_HUB_OFFLINE, then try again. {_KEPT}"
+        )
+    if isinstance(error, ValueError):  # what the client itself refuses: a name, the front matter of a card
+        advice = " Correct its front matter, or push with card=False." if "README.md" in str(error) else ""
+        return ConfigError(f"{what}: {error}{advice}")
+    return StorageError(f"{what}: {type(error).__name__}: {error}")
+
+
+def _by_status(status: int, error: BaseException, what: str) -> Exception:
+    said = getattr(error, "server_message", None)
+    about = f"{what}: the Hub answered {status}" + (f" ({said})" if said else "")
+    if status == 401:
+        return DeniedError(
+            f"{about}: there is no token, or it is not valid, or there is no such repository (without a token the Hub "
+            f"does not tell which). {_LOGIN}"
+        )
+    if status == 403:
+        return DeniedError(
+            f"{about}: the token may not do that. Give it write access to this repository at "
+            "https://huggingface.co/settings/tokens, or use another."
+        )
+    if status == 404:
+        return AbsentError(f"{about}. Is the name right, and may the token see it? {_LOGIN}")
+    if status in (409, 412):
+        return MovedError(f"{about}: somebody else has changed the repository meanwhile. Try again.")
+    if status == 413:
+        return FullError(f"{about}: it is too large. Use a smaller max_shard_size.")
+    if status == 429:
+        return TransientError(
+            f"{about}: too many requests or commits for now, also after waiting. Try again later, or save less often. "
+            f"{_KEPT}"
+        )
+    if status in _AGAIN:
+        return TransientError(f"{about}, also when asked again. Try again later. {_KEPT}")
+    return StorageError(f"{about}.")
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """The original error: the client wraps that of a file among many, and that of one which is not in its cache."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    while isinstance(error, RuntimeError | LocalEntryNotFoundError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def status_of(error: BaseException) -> int:
+    """The HTTP status of the Hub's answer; 0 if there was none."""
+    response = getattr(error, "response", None)
+    return int(getattr(response, "status_code", 0) or 0)
+
+
+def asked_to_wait(error: BaseException) -> float | None:
+    """The seconds of a Retry-After header; None if there is none."""
+    headers: Any = getattr(getattr(error, "response", None), "headers", {})
+    asked = headers.get("Retry-After", "")
+    return min(float(asked), _LONGEST_WAIT) if asked.isdigit() else None
+
+
+def _is_unreachable(error: BaseException) -> bool:
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    http_error = HfHubHTTPError.__bases__[0]  # of whichever HTTP library the client uses
+    return isinstance(error, http_error | OfflineModeIsEnabled | ConnectionError | TimeoutError)
+
+
+MOST_PAGES = 2000  # of a thousand files each: whoever lists more does not end
+LONGEST_LIST = 256 << 20  # bytes of all answers of one list
+_NAMES = ("ETag", "X-Linked-Etag", "X-Repo-Commit")
+_PLAIN = re.compile(r"[\w.:+=-]{0,200}", re.ASCII)
+
+
+class _Asking(threading.local):
+    """What this thread asks of the Hub through ckpt: others in the process are left alone."""
+
+    stall: float | None = None  # seconds without a byte, after which a request has failed: the client has no limit
+    pages: int | None = None  # that may still come; without a bound outside `bounded_answers`
+    bytes: int = 0  # the same, of their bodies
+    most: int = 0
+
+
+_asking = _Asking()
+
+
+@contextmanager
+def guarded_requests(stall: float) -> Iterator[None]:
+    """Check the answers to what this thread asks for in this context, and do not wait for them forever."""
+    from huggingface_hub.utils import get_session
+
+    client = get_session()
+    hooks = client.event_hooks
+    for kind, hook in (("request", _limit_wait), ("response", _check)):
+        if hook not in hooks.get(kind, ()):
+            client.event_hooks = {**client.event_hooks, kind: [*hooks.get(kind, ()), hook]}
+    outer, _asking.stall = _asking.stall, stall
+    try:
+        yield
+    finally:
+        _asking.stall = outer
+
+
+@contextmanager
+def bounded_answers(most: int | None = None) -> Iterator[None]:
+    """Bound the bytes of all answers that this thread reads in this context: of lists into memory, unless told."""
+    outer = _asking.pages, _asking.bytes, _asking.most
+    _asking.most = LONGEST_LIST if most is None else most
+    _asking.pages, _asking.bytes = MOST_PAGES, _asking.most
+    try:
+        yield
+    finally:
+        _asking.pages, _asking.bytes, _asking.most = outer
+
+
+def _limit_wait(request: Any) -> None:
+    if _asking.stall is not None:
+        limits = request.extensions.get("timeout") or dict.fromkeys(("connect", "read", "write", "pool"))
+        request.extensions["timeout"] = {
+            kind: _asking.stall if given is None else min(given, _asking.stall) for kind, given in limits.items()
+        }
+
+
+def _check(response: Any) -> None:
+    url = str(response.request.url)
+    where = f"{response.request.method} {urlsplit(url).path}"
+    if response.request.method == "HEAD" and "/resolve/" in url:
+        odd = [name for name in _NAMES if not _is_plain(response.headers.get(name, ""))]
+        if odd:
+            raise strange_answer(where, f"has a strange {odd[0]}")
+    following = response.links.get("next", {}).get("url")
+    if following and _origin(following) != _origin(url):
+        raise strange_answer(where, "continues on another host")
+    if _asking.pages is not None and response.request.method == "GET":
+        _asking.pages -= 1
+        if _asking.pages < 0:
+            raise strange_answer(where, f"has more than {MOST_PAGES:,} pages")
+        response.stream = _bounded(response.stream, where)
+
+
+def _is_plain(value: str) -> bool:
+    """Whether a header can be the name of a file."""
+    bare = value.removeprefix("W/").strip('"')
+    return bool(_PLAIN.fullmatch(bare)) and ".." not in bare
+
+
+def _origin(url: str) -> tuple[str, str | None, int | None]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port
+
+
+def strange_answer(where: str, what: str) -> StorageError:
+    """The error for an answer that the Hub does not give: to ask again would not help."""
+    return StorageError(f"the Hub's answer to {where} {what}. Check HF_ENDPOINT: that is no answer of the Hub.")
+
+
+class _Bounded:
+    """The body of an answer, as far as there is room for it."""
+
+    def __init__(self, stream: Any, where: str) -> None:
+        self._stream = stream
+        self._where = where
+
+    def __iter__(self) -> Iterator[bytes]:
+        for piece in self._stream:
+            _asking.bytes -= len(piece)
+            if _asking.pages is not None and _asking.bytes < 0:
+                raise strange_answer(self._where, f"has more than {_asking.most:,} bytes")
+            yield piece
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def _bounded(stream: Any, where: str) -> Any:
+    """A stream of the client's own kind: it takes no other."""
+    kind = next((base for base in type(stream).__mro__ if base.__name__ == "SyncByteStream"), object)
+    return type("BoundedStream", (_Bounded, kind), {})(stream, where)
+
 
 Result = TypeVar("Result")
 
@@ -197,7 +442,9 @@ class HubRepo:
         with client_bars(show=False):  # training continues meanwhile
             self._ask("upload to", send)
 
-    def commit_on_head(self, make: Callable[[str], Sequence[Operation]], message: str) -> tuple[str, int]:
+    def commit_on_head(
+        self, make: Callable[[str], Sequence[CommitOperationAdd | CommitOperationDelete]], message: str
+    ) -> tuple[str, int]:
         """Commit the operations that `make` returns for a head; again on the new head if others have committed first.
 
         Returns the commit that contains them, and their number. Without operations there is no commit.
@@ -224,7 +471,9 @@ class HubRepo:
             "squash", lambda: self.api.super_squash_history(self.id, branch=self.revision, commit_message=message)
         )
 
-    def _commit(self, operations: Sequence[Operation], message: str, parent: str) -> str:
+    def _commit(
+        self, operations: Sequence[CommitOperationAdd | CommitOperationDelete], message: str, parent: str
+    ) -> str:
         """A commit on top of `parent`. If the branch has another head, raises `MovedError`, and nothing has changed.
 
         A try whose answer was lost may have made it. So the branch is looked at before it is sent again: the mark in
@@ -314,3 +563,41 @@ def _file(entry: Any, where: str) -> HubFile:
     if not whole:
         raise strange_answer(where, "lists files without a path, a size or a hash")
     return HubFile(entry.path, entry.size, oid)
+
+
+_SHORTEST_TITLE = 3  # characters, of the Hub's
+
+
+def open_pull_request(repo: HubRepo, title: str) -> HubRepo:
+    """Open a pull request to the main branch, and return the repository at its branch: what it proposes is committed
+    there.
+
+    If the answer to a request was lost, the mark in its description tells whether it was opened: there is one, not two.
+    """
+    if len(title.strip()) < _SHORTEST_TITLE:
+        raise ConfigError(f"the title of a pull request has {_SHORTEST_TITLE} characters or more, not {title!r}.")
+    mark, tries = f"ckpt {secrets.token_hex(8)}", 0
+
+    def opened() -> int:
+        nonlocal tries
+        tries += 1
+        known = _marked(repo, title, mark) if tries > 1 else None
+        return known or int(repo.api.create_pull_request(repo.id, title=title, description=f"Opened by {mark}.").num)
+
+    with translated_errors("open a pull request in", repo.url):
+        number = repo.hub.with_retries(opened)
+    return replace(repo, revision=f"refs/pr/{number}")
+
+
+def page_of(request: HubRepo) -> str:
+    """The address of a pull request's web page."""
+    return f"{request.page}/discussions/{request.revision.rpartition('/')[2]}"
+
+
+def _marked(repo: HubRepo, title: str, mark: str) -> int | None:
+    for found in repo.api.get_repo_discussions(repo.id, discussion_type="pull_request"):
+        if found.title == title.strip():
+            events = repo.api.get_discussion_details(repo.id, found.num).events
+            if any(mark in str(getattr(event, "content", "")) for event in events):
+                return int(found.num)
+    return None

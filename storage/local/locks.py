@@ -15,8 +15,7 @@ from pathlib import Path
 
 from ckpt.errors import LockedError, StorageError
 from ckpt.storage.base import LostError
-from ckpt.storage.local.durable_directories import NO_LOCKS, make_directories
-from ckpt.storage.local.regular_file import NotRegularError, has_one_name, open_regular
+from ckpt.storage.local.files import NO_LOCKS, NotRegularError, has_one_name, make_directories, open_regular
 
 _log = logging.getLogger("ckpt")
 

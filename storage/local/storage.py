@@ -18,10 +18,17 @@ from pathlib import Path
 
 from ckpt.errors import AbsentError, ConfigError, NotDurableError, StorageError, TruncatedError
 from ckpt.storage.base import ANY, ROOT_LOCK, Buffer, Entry, Unfinished, changed, check_key
-from ckpt.storage.local.durable_directories import make_directories, sync_directory
+from ckpt.storage.local.files import (
+    NOTHING_THERE,
+    is_mostly_holes,
+    is_nothing_there,
+    make_directories,
+    not_regular,
+    open_regular,
+    sync_directory,
+    translated,
+)
 from ckpt.storage.local.locks import LocalLocks, locked_directory
-from ckpt.storage.local.regular_file import is_mostly_holes, not_regular, open_regular
-from ckpt.storage.local.system_errors import NOTHING_THERE, is_nothing_there, translated
 from ckpt.storage.local.write_group import WriteGroup, write_file
 from ckpt.util.aligned_memory import ALIGNMENT, O_DIRECT, allocate_aligned, copy_bytes
 from ckpt.util.option_values import is_path, said

@@ -11,10 +11,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckpt.storage.base import Buffer, ReservedFile, StablePieces
-from ckpt.storage.local.durable_directories import make_directories
-from ckpt.storage.local.regular_file import NotRegularError, has_one_name, not_regular, open_regular
+from ckpt.storage.local.files import (
+    NOTHING_THERE,
+    NotRegularError,
+    has_one_name,
+    make_directories,
+    not_regular,
+    open_regular,
+)
 from ckpt.storage.local.storage import TEMPORARY, LocalStorage
-from ckpt.storage.local.system_errors import NOTHING_THERE
 from ckpt.storage.local.tmpfs_write import overwrite
 
 _WORTH_RECYCLING = 1 << 20  # bytes

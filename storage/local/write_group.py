@@ -1,4 +1,7 @@
-"""Files that are written together: all are synced before the first gets its name, and each folder is synced once."""
+"""Durable files: written with direct I/O, into space that was reserved, alone or in groups.
+
+All files of a group are synced before the first gets its name, and each folder is synced once.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,46 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ckpt.storage.base import Buffer, StablePieces
-from ckpt.storage.local.preallocate import c_function, reserve
 from ckpt.util.aligned_memory import ALIGNMENT, O_DIRECT, address_of, allocate_aligned, copy_bytes
 from ckpt.util.threads import WorkerThread
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def reserve(descriptor: int, start: int, size: int) -> bool:
+    """Reserve `size` bytes of a file from `start` on. False where the filesystem does not support that.
+
+    Not by `os.posix_fallocate`: where a filesystem has no fallocate(2), as NFS 3, that writes to every block, and all
+    bytes go over the network twice. Raises an `OSError` if there is not enough space.
+    """
+    fallocate = c_function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if fallocate is None:
+        return False
+    while fallocate(descriptor, 0, start, size) != 0:
+        code = ctypes.get_errno()
+        if code in _NO_ROOM:
+            raise OSError(code, os.strerror(code))
+        if code != errno.EINTR:
+            return False  # whatever it is, the write will show it
+    return True
+
+
+@cache
+def c_function(name: str, *arguments: type[Any]) -> Callable[..., int] | None:
+    """A function of the C library that returns a number; None where it has none."""
+    try:
+        found = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (OSError, AttributeError):
+        return None
+    found.argtypes, found.restype = arguments, ctypes.c_int
+    call: Callable[..., int] = found
+    return call
+
 
 # Durable writes of large files with direct I/O, where the filesystem allows it: in half the time.
 #

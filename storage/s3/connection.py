@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.compat import s3fs
 from ckpt.errors import ConfigError, StorageError, TransientError
-from ckpt.storage.option_names import unknown_options
+from ckpt.storage.fsspec_stores import unknown_options
 from ckpt.storage.retry import Retries, RetryPolicy, UnreachedError, time_left
 from ckpt.storage.s3.errors import translate_error
 from ckpt.storage.s3.http_session import session_class

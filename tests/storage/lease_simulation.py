@@ -17,9 +17,8 @@ from typing import Any, NoReturn, TypeVar
 import pytest
 
 from ckpt.errors import AbsentError, ConflictError, TransientError
-from ckpt.storage import ANY, Buffer, Entry, Unfinished, lease_record, leases
-from ckpt.storage.lease_record import Lease
-from ckpt.storage.leases import Leases
+from ckpt.storage import ANY, Buffer, Entry, Unfinished, leases
+from ckpt.storage.leases import Lease, Leases
 
 T = TypeVar("T")
 
@@ -352,14 +351,13 @@ class _Ids:
 def install(world: World, patch: pytest.MonkeyPatch) -> None:
     """Let `leases` run in a world."""
     clock, threads = Clock(world), Threads(world)
-    for module in (leases, lease_record):
-        patch.setattr(module, "time", clock)
-        patch.setattr(module, "threading", threads)
+    patch.setattr(leases, "time", clock)
+    patch.setattr(leases, "threading", threads)
     patch.setattr(leases, "_POLL", 4.0)
     patch.setattr(leases._log, "disabled", True)
-    patch.setattr(lease_record, "uuid", _Ids(world))
-    patch.setattr(lease_record, "process_identity", lambda _: world.this_process.identity)
-    patch.setattr(lease_record, "start_time", lambda number: None if world.processes[number].crashed else "0")
+    patch.setattr(leases, "uuid", _Ids(world))
+    patch.setattr(leases, "process_identity", lambda _: world.this_process.identity)
+    patch.setattr(leases, "start_time", lambda number: None if world.processes[number].crashed else "0")
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ from torch import nn
 import ckpt
 from ckpt.root import deletion
 from ckpt.storage import ObjectStorage, leases, open_storage
-from ckpt.storage.lease_record import exclusive_path
+from ckpt.storage.leases import exclusive_path
 from ckpt.util.threads import ThreadCall
 from tests.helpers.faulty_proxy import FaultyProxy
 from tests.helpers.seaweed import Server

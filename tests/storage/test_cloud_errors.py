@@ -15,10 +15,9 @@ import pytest
 
 import ckpt
 from ckpt.storage import Entry, Storage, multipart, open_storage
-from ckpt.storage.clouds.answers import Answer, AnswerError, receive
 from ckpt.storage.clouds.errors import CutError
+from ckpt.storage.clouds.gcs import Answer, AnswerError, Part, receive
 from ckpt.storage.clouds.objects import CloudObjects
-from ckpt.storage.clouds.resumable import Part
 from ckpt.storage.retry import RetryPolicy
 from tests.helpers import clouds
 from tests.helpers.clouds import ACCOUNT, BUCKET, KEY

@@ -15,7 +15,7 @@ import pytest
 
 import ckpt
 from ckpt.storage import HubStorage, LocalStorage, open_storage
-from ckpt.storage.hub import guard
+from ckpt.storage.hub import repo as hub_repo
 from tests.helpers import byte_checkpoints
 from tests.helpers.hostile_bucket import Reply, Server, elsewhere
 from tests.helpers.hub_server import HubServer
@@ -132,12 +132,12 @@ def test_an_answer_that_is_no_json_of_its_kind_is_refused(
 def test_an_answer_without_an_end_is_refused_in_bounded_memory(
     repo: HubServer, tmp_path: Path, part: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "LONGEST_LIST", 16 << 20)
+    monkeypatch.setattr(hub_repo, "LONGEST_LIST", 16 << 20)
     refused(repo, tmp_path, on(part, **changes))
 
 
 def test_pages_without_an_end_are_refused(repo: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "MOST_PAGES", 20)
+    monkeypatch.setattr(hub_repo, "MOST_PAGES", 20)
 
     def bend(method: str, path: str, reply: Reply) -> Reply:
         following = f'<{repo.url}{path.partition("?")[0]}?cursor=0>; rel="next"'

@@ -24,8 +24,7 @@ from ckpt.cli.main import main
 from ckpt.root.keys import new_key
 from ckpt.storage import HubStorage, Storage, open_storage
 from ckpt.storage.hub.download import _is_intact
-from ckpt.storage.hub.errors import translated_errors
-from ckpt.storage.hub.repo import HubFile
+from ckpt.storage.hub.repo import HubFile, translated_errors
 from tests.helpers.hostile_bucket import Reply
 from tests.helpers.hub_server import HubServer, connect
 from tests.helpers.places import intact

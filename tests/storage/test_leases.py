@@ -17,7 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 import ckpt
 from ckpt.storage import ANY, leases
-from ckpt.storage.fsspec_objects import FilesystemObjects
+from ckpt.storage.fsspec_stores import FilesystemObjects
 from ckpt.storage.object_storage import ObjectStorage
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ckpt
-from ckpt.storage import Storage, lease_record, leases, open_storage
+from ckpt.storage import Storage, leases, open_storage
 from ckpt.util.process_identity import process_identity
 from tests.storage.test_leases import wait_until
 
@@ -23,7 +23,7 @@ def url(tmp_path: Path) -> str:
 
 
 def lease(url: str) -> Path:
-    (found,) = Path(url.removeprefix("local://"), lease_record.FOLDER, "alone").iterdir()
+    (found,) = Path(url.removeprefix("local://"), leases.FOLDER, "alone").iterdir()
     return found
 
 
@@ -96,7 +96,7 @@ def test_who_was_taken_for_gone_leaves_the_lease_of_who_took_over(url: str, monk
 
 
 def lease_files(url: str) -> list[Path]:
-    return list(Path(url.removeprefix("local://"), lease_record.FOLDER, "alone").iterdir())
+    return list(Path(url.removeprefix("local://"), leases.FOLDER, "alone").iterdir())
 
 
 def test_a_reader_that_was_taken_for_gone_keeps_others_from_removing_what_it_reads_again(
@@ -104,7 +104,7 @@ def test_a_reader_that_was_taken_for_gone_keeps_others_from_removing_what_it_rea
 ) -> None:
     monkeypatch.setattr(leases, "RENEWAL", 0.1)
     reader = open_storage(url)
-    folder = Path(url.removeprefix("local://"), lease_record.shared_folder("step"))
+    folder = Path(url.removeprefix("local://"), leases.shared_folder("step"))
     with reader.lock("step", shared=True, note="a reader"):
         (sign,) = folder.iterdir()
         first = sign.read_text()

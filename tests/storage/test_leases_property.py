@@ -12,8 +12,7 @@ from functools import partial
 import pytest
 
 from ckpt.errors import LockedError, StorageError
-from ckpt.storage.lease_record import shared_folder
-from ckpt.storage.leases import EXPIRY, Leases
+from ckpt.storage.leases import EXPIRY, Leases, shared_folder
 from tests.storage.lease_simulation import Actors, Process, Store, Task, World, install
 
 SEEDS = range(int(os.environ.get("CKPT_LEASE_SEEDS", "30")))

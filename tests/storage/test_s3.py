@@ -21,7 +21,7 @@ from torch import nn
 
 import ckpt
 from ckpt.root.history import HISTORY
-from ckpt.storage import ObjectStorage, Storage, lease_record, leases, open_storage
+from ckpt.storage import ObjectStorage, Storage, leases, open_storage
 from ckpt.storage.retry import RetryPolicy
 from ckpt.storage.s3.connection import BytesMoved, Connection
 from ckpt.storage.s3.objects import S3Objects
@@ -318,18 +318,18 @@ class TestLocks:
         storage = ObjectStorage(objects := S3Objects(BUCKET, s3.removeprefix(f"s3://{BUCKET}/"), {}))
         with storage.lock(".lock", note="asleep"):
             storage._leases._held[0].renewed -= 2 * leases.EXPIRY
-        assert list(objects.entries(lease_record.FOLDER)) == []
+        assert list(objects.entries(leases.FOLDER)) == []
 
     def test_what_is_left_of_a_lock_and_says_nothing_is_nobodys(self, s3: str) -> None:
         objects = S3Objects(BUCKET, s3.removeprefix(f"s3://{BUCKET}/"), {})
-        for name in (f"{lease_record.FOLDER}/alone/x", f"{lease_record.FOLDER}/shared/x/reader"):
+        for name in (f"{leases.FOLDER}/alone/x", f"{leases.FOLDER}/shared/x/reader"):
             objects.put(name, [b""])
         storage = ObjectStorage(objects)
         with storage.lock("x"):
             pass
         with storage.lock("x", shared=True):
             pass
-        assert list(objects.entries(lease_record.FOLDER)) == []
+        assert list(objects.entries(leases.FOLDER)) == []
 
     def test_a_forked_child_leaves_the_lock_to_its_parent(self, s3: str) -> None:
         script = f"""
