@@ -36,7 +36,7 @@ from ckpt.util.fork_safety import refuse_copy
 from ckpt.util.html import html_table
 
 if TYPE_CHECKING:
-    from ckpt.export.hub_commit import Card
+    from ckpt.export.push import Card
 
 _log = logging.getLogger("ckpt")
 T = TypeVar("T")
@@ -423,7 +423,7 @@ class StateManager:
         Every rank must make this call; the main one alone talks to the Hub. Without `wait` it does so while training
         continues, and returns None; what goes wrong is raised by the next push, or on the main rank by `wait()`.
         """
-        from ckpt.export.hub_commit import HubTarget
+        from ckpt.export.push import HubTarget
         from ckpt.export.save_model import check_processors
 
         session = self._session

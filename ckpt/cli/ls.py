@@ -1,4 +1,4 @@
-"""`ckpt ls`: which checkpoints there are below a root, and in which state they are."""
+"""`ckpt ls`: the checkpoints below a root, and in which state they are; of a folder of several runs, the roots."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from typing import Any
 
 import click
 
-from ckpt.cli.completion import checkpoint_or_path
-from ckpt.cli.output import echo, echo_json
-from ckpt.cli.roots import roots_below, show_roots
-from ckpt.errors import MissingError
+from ckpt.cli.output import checkpoint_or_path, echo, echo_json
+from ckpt.errors import MissingError, StorageError
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.registry import foreign_hint
 from ckpt.root import catalog
@@ -24,7 +22,45 @@ from ckpt.root.history import History
 from ckpt.root.verify import INTACT, REMOVED
 from ckpt.shown import shown
 from ckpt.storage import open_storage
-from ckpt.util.console import format_age, format_number, format_size, format_table
+from ckpt.util.console import format_age, format_number, format_size, format_table, one_line
+
+_ROOT_COLUMNS = ("root", "checkpoints", "newest", "age", "size")
+_ROOTS_RIGHT = ("checkpoints", "age", "size")
+_MOST_ROOTS = 200  # roots that are shown
+
+
+def roots_below(found: Overview) -> list[str]:
+    """The folders in a listing that hold checkpoints, at any depth, by their paths."""
+    below = set()
+    for folder, inside in found.files.items():
+        for path in inside:
+            above, _, last = f"{folder}/{path}".rpartition("/")
+            if last == FILE_NAME and "/" in above:
+                below.add(above.rpartition("/")[0])
+    return sorted(below)
+
+
+def show_roots(top: str, roots: Sequence[str]) -> None:
+    """Print a line for each root."""
+    echo(f"There are no checkpoints in {top} itself, but in these roots below it:")
+    for line in format_table(
+        _ROOT_COLUMNS, [_root_row(top.rstrip("/"), root) for root in roots[:_MOST_ROOTS]], _ROOTS_RIGHT
+    ):
+        echo(line)
+    if len(roots) > _MOST_ROOTS:
+        echo(f"... and {len(roots) - _MOST_ROOTS:,} more")
+
+
+def _root_row(top: str, root: str) -> list[str]:
+    try:
+        committed = Overview.of(open_storage(f"{top}/{root}")).committed
+    except StorageError as error:
+        return [root, "-", one_line(str(error)), "-", "-"]
+    if not committed:
+        return [root, "0", "-", "-", "-"]
+    size = sum(summary.size for summary in committed)
+    return [root, str(len(committed)), committed[0].name, format_age(committed[0].created), format_size(size)]
+
 
 _COLUMNS = ("name", "step", "age", "size", "metrics", "world", "state")
 _RIGHT_ALIGNED = ("step", "age", "size", "world")

@@ -1,4 +1,4 @@
-"""The command `ckpt`: gathers the commands, one per module of this package.
+"""The command `ckpt`: gathers the commands, which are in modules of this package.
 
 Imports no torch, so that it starts at once: commands that need it import it when they run.
 """
@@ -20,7 +20,7 @@ FAULT = 70  # the exit status of EX_SOFTWARE: an error inside the program
 _OF_CLICK = (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError)
 
 
-# every command and what it says of itself: its module, named like it, is imported when it runs
+# every command and what it says of itself: its module is imported when it runs
 COMMANDS = {
     "convert": "Convert a checkpoint between formats.",
     "demo": "Train, kill it in the middle of a save, resume, and compare.",
@@ -39,6 +39,10 @@ COMMANDS = {
 }
 
 
+# those that are not in a module of their name
+_MODULES = {**dict.fromkeys(("convert", "merge", "pull", "push"), "transfer"), "key": "verify"}
+
+
 class _Commands(click.Group):
     """Commands that answer a `CkptError` with one line and exit status 1. Each is imported when it is asked for."""
 
@@ -48,7 +52,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        found: click.Command = getattr(importlib.import_module(f"ckpt.cli.{cmd_name}"), cmd_name)
+        module = importlib.import_module(f"ckpt.cli.{_MODULES.get(cmd_name, cmd_name)}")
+        found: click.Command = getattr(module, cmd_name)
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import click
 
-from ckpt.cli.completion import checkpoint_or_path
-from ckpt.cli.output import echo
+from ckpt.cli.output import checkpoint_or_path, echo
 from ckpt.root.retention import Keep
 from ckpt.storage import HubStorage, open_storage
 from ckpt.tools.prune import Plan, Pruned

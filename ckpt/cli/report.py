@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt.cli.completion import checkpoint_or_path
-from ckpt.cli.output import echo
+from ckpt.cli.output import checkpoint_or_path, echo
 from ckpt.errors import ConfigError, StorageError
 from ckpt.tools.report.facts import RunFacts, gather
 

@@ -1,4 +1,4 @@
-"""`ckpt verify`: read every byte of checkpoints and compare it with its hash."""
+"""`ckpt verify`: read every byte of checkpoints and compare it with its hash. `ckpt key`: make keys that sign them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from typing import Any
 
 import click
 
-from ckpt.cli.completion import checkpoint_or_path
 from ckpt.cli.ls import listed_hosts, without_name
-from ckpt.cli.output import Styled, echo, echo_json
+from ckpt.cli.output import Styled, checkpoint_or_path, echo, echo_json
 from ckpt.errors import CheckpointError, MissingError
 from ckpt.formats.native.manifest import Manifest, short
 from ckpt.formats.registry import foreign_hint
@@ -121,3 +120,24 @@ def _signed_by(manifest: Manifest) -> str:
         return ""
     by = f", signed by {short(manifest.signature.key)}"
     return by if manifest.is_authentic else f"{by}, which was not checked: give its public key with --key"
+
+
+@click.group()
+def key() -> None:
+    """Keys that sign checkpoints: see StateManager(sign=...) and 'ckpt verify --key'.
+
+    \b
+    ckpt key new ~/.ckpt/run.pem
+    """
+
+
+@key.command()
+@click.argument("path")
+def new(path: str) -> None:
+    """Write a new private key to PATH, for you alone, and its public half to PATH.pub."""
+    from ckpt.root.keys import find_verify_keys, new_key, shown
+
+    public = new_key(path)
+    echo(f"{path}: keep it secret, and give it to the run: StateManager(sign={path!r}) or CKPT_SIGN_KEY")
+    echo(f"{public}: give it to whoever loads: --key, verify_key= or CKPT_VERIFY_KEY")
+    echo(f"named {shown(find_verify_keys(public))} in messages")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,14 +19,29 @@ import torch
 from ckpt.errors import ConfigError, StorageError
 from ckpt.export.folders import atomic_file, atomic_folder
 from ckpt.export.options import ExportOptions
-from ckpt.formats.foreign.hf_safetensors import same_place
+from ckpt.export.save_model import CONFIG, model_files
+from ckpt.formats.foreign import megatron, torch_files
+from ckpt.formats.foreign.hf_safetensors import plan_files, same_place, tied
+from ckpt.formats.foreign.torch_files import RNG
+from ckpt.formats.foreign.torch_write import (
+    Shard,
+    ShardedEntry,
+    changed,
+    file_of,
+    flattened,
+    pickled_model,
+    random_states,
+    write_file,
+    write_folder,
+    write_values,
+)
 from ckpt.formats.native import documents, tensor_file
-from ckpt.formats.native.documents import refuse
+from ckpt.formats.native.documents import refuse, to_json
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.registry import ACCELERATE, CKPT, DCP, HF, LIGHTNING, MEGATRON, TORCH, WRITTEN
 from ckpt.formats.state import FilePlan
-from ckpt.load.accelerate_state import ForeignPart
+from ckpt.load.accelerate_state import ForeignPart, kind_of
 from ckpt.memory.root_token import remove_token
 from ckpt.ranks.group import SingleProcess
 from ckpt.root import deletion
@@ -35,18 +52,299 @@ from ckpt.root.trust import Seal
 from ckpt.save.root_writer import RootWriter
 from ckpt.shown import Lines
 from ckpt.storage import disk_path, open_storage
-from ckpt.tools.export_state import (
-    export_accelerate,
-    export_dcp,
-    export_hugging_face,
-    export_lightning,
-    export_megatron,
-    export_torch,
+from ckpt.tools.portable_state import (
+    NO_CONFIG,
+    Outcome,
+    PortableState,
+    files_left,
+    open_state,
+    plain_generators,
+    position_of,
+    with_part_names,
 )
-from ckpt.tools.import_state import open_state
-from ckpt.tools.portable_state import Outcome, PortableState, files_left, with_part_names
 from ckpt.util.console import progress_bar
 from ckpt.util.option_values import path_text
+
+_LOADER = "the position in the data, which only ckpt and Accelerate continue from"
+_LIGHTNING = "Lightning keeps no such part: load it yourself"
+
+
+def export_torch(state: PortableState, path: Path, advance: Callable[[int], None]) -> Outcome:
+    """Write a dict with the state of each part, `epoch`, `step` and the generators of the main rank."""
+    tree, skipped = whole_tree(state)
+    write_file(os.fspath(path), tree, advance)
+    return tuple(key for key in (*state.parts, RNG) if key in tree), skipped
+
+
+def whole_tree(state: PortableState, *, numbered: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
+    """All parts in one dict, and what is left out. Optimizers go by number, or by name where names are known."""
+    skipped = dict.fromkeys(state.of_kind("dataloader"), _LOADER)
+    tree: dict[str, Any] = {}
+    for key in state.parts:
+        if key not in skipped:
+            is_optimizer = kind_of(key) == "optimizer" and (numbered or not state.has_names(key))
+            tree[key] = state.numbered(key) if is_optimizer else state.tree(key)
+    for counter, value in state.progress.to_json().items():
+        if counter not in tree:
+            tree[counter] = value
+        elif value:
+            skipped[f"progress: {counter}"] = f"{value}: a part has this name"
+    rng = state.generators(0)
+    if rng is not None:
+        tree[RNG] = plain_generators(rng)
+    if state.world_size > 1 and rng is not None:
+        skipped["rng of other ranks"] = f"one file has those of the main rank; {state.world_size} ranks saved theirs"
+    return tree, skipped | left_of_ranks(state)
+
+
+def left_of_ranks(state: PortableState) -> dict[str, str]:
+    """What ranks keep that no other format has a place for."""
+    if state.own_state is None:
+        return {}
+    own = state.rank_state(0)
+    found = dict.fromkeys(own.get("values", {}), "a plain value that was registered: only ckpt keeps it")
+    found |= dict.fromkeys(own.get("generators", {}), "a generator that was registered: only ckpt keeps it")
+    return found | ({"loaders": _LOADER} if own.get("loaders") else {})
+
+
+def export_lightning(state: PortableState, path: Path, advance: Callable[[int], None]) -> Outcome:
+    """Write what `Trainer.fit(ckpt_path=...)` continues from, at the beginning of the epoch."""
+    model = state.the_model()
+    optimizers, schedulers = (sorted(state.of_kind(kind), key=position_of) for kind in ("optimizer", "scheduler"))
+    scalers = state.of_kind("scaler")[:1]
+    document = torch_files.lightning_document(
+        state.tree(model),
+        [state.numbered(key) for key in optimizers],
+        [state.tree(key) for key in schedulers],
+        state.tree(scalers[0]) if scalers else None,
+        epoch=state.progress.epoch,
+        step=state.progress.step,
+    )
+    write_file(os.fspath(path), document, advance)
+    taken = (model, *optimizers, *schedulers, *scalers)
+    skipped = {key: _LIGHTNING for key in state.parts if key not in taken} | left_of_ranks(state)
+    if state.own_state is not None:
+        skipped["rng"] = "Lightning keeps no random generators"
+    if state.progress.batch:
+        skipped["progress"] = (
+            f"epoch {state.progress.epoch} begins anew: {state.progress.batch} batches of it were done"
+        )
+    return taken, skipped
+
+
+_SHARD = 16 << 20  # elements: what is held in memory at once
+_MODEL_ALONE = "safetensors of a model hold nothing else"
+
+
+def export_dcp(state: PortableState, folder: Path, advance: Callable[[int], None]) -> Outcome:
+    """Write what `torch.distributed.checkpoint.load` reads into `{"model": ..., "optimizer": ...}`."""
+    tree, skipped = whole_tree(state, numbered=False)
+    leaves, paths = flattened(tree)
+    tensors = {name: _entry(leaf) for name, leaf in leaves.items() if isinstance(leaf, PiecedTensor | torch.Tensor)}
+    values = {name: leaf for name, leaf in leaves.items() if name not in tensors}
+    write_folder(os.fspath(folder), tensors, values, advance, paths)
+    for key in state.parts:
+        if key in tree and kind_of(key) != "optimizer":  # of optimizers, whoever reads them knows what it means
+            skipped |= changed(tree[key], key)
+    return tuple(key for key in (*state.parts, "rng") if key in tree), skipped
+
+
+def _entry(leaf: PiecedTensor | torch.Tensor) -> ShardedEntry:
+    shape = tuple(leaf.shape)
+    if isinstance(leaf, torch.Tensor):
+        return ShardedEntry(leaf.dtype, shape, (Shard((0,) * len(shape), shape, leaf.detach().clone),))
+    boxes = list(leaf.boxes(_SHARD)) or [leaf.box]
+    shards = tuple(Shard(box.offsets, box.sizes, partial(leaf.read, box)) for box in boxes)
+    return ShardedEntry(leaf.dtype, shape, shards)
+
+
+def export_hugging_face(
+    state: PortableState, folder: Path, advance: Callable[[int], None], *, max_shard_size: int | None
+) -> Outcome:
+    """Write the model as `save_pretrained` would, of a PEFT model its adapters; and the files that were beside it."""
+    key = state.the_model()
+    tree = state.tree(key)
+    tensors = {name: tensor for name, tensor in tree.items() if isinstance(tensor, PiecedTensor)}
+    storage = open_storage(folder)
+    files = model_files(state.about, tensors, tied(tensors), ExportOptions(max_shard_size=max_shard_size))
+    for file in files:
+        if file.path not in state.beside:
+            storage.write(file.path, _counted(file.pieces(), advance))
+    for path, read in state.beside.items():
+        storage.write(path, [memoryview(read())])
+    skipped = {f"{key}.{name}": "no tensor: safetensors cannot hold it" for name in tree if name not in tensors}
+    skipped |= {other: _MODEL_ALONE for other in state.parts if other != key} | left_of_ranks(state)
+    skipped |= _not_of_adapters(key, state.about, tensors)
+    if not state.about:
+        skipped[CONFIG] = NO_CONFIG
+    if state.own_state is not None:
+        skipped["rng"] = _MODEL_ALONE
+    if any(state.progress.to_json().values()):
+        skipped["progress"] = _MODEL_ALONE
+    return (key,), skipped
+
+
+def _not_of_adapters(key: str, about: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, str]:
+    """The tensors of a PEFT model that are not written with its adapters."""
+    if "adapters" not in about:
+        return {}
+    kept = {name for adapter in about["adapters"].values() for name in adapter["tensors"].values()}
+    others = tensors.keys() - kept
+    why = f"{len(others)} tensors of the model that is adapted: the adapters are written, as PEFT does"
+    return {f"{key}: base model": why} if others else {}
+
+
+def _counted(pieces: Iterator[memoryview], advance: Callable[[int], None]) -> Iterator[memoryview]:
+    for piece in pieces:
+        yield piece
+        advance(len(piece))
+
+
+_NO_GENERATORS = "the source has none: Accelerate leaves the generators as they are"
+
+
+def export_accelerate(state: PortableState, folder: Path, advance: Callable[[int], None]) -> Outcome:
+    """Write the folder. Returns the parts in it, and what it cannot hold, with the reasons."""
+    exported = _Export(state, folder, advance)
+    exported.parts()
+    has_generators = exported.generators()
+    return (*state.parts, *(["rng"] if has_generators else [])), exported.skipped
+
+
+@dataclass
+class _Export:
+    state: PortableState
+    folder: Path
+    advance: Callable[[int], None]
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def parts(self) -> None:
+        for kind, keys in self._by_kind().items():
+            for index, key in enumerate(keys):
+                self._write_part(kind, position_of(key) if kind == "dataloader" else index, key)
+
+    def _by_kind(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = defaultdict(list)
+        for key in self.state.parts:
+            found[kind_of(key)].append(key)
+        if len(found["scaler"]) > 1:
+            raise ConfigError(f"{self.state.name} has {len(found['scaler'])} scalers, and Accelerate knows one.")
+        return {kind: sorted(keys, key=position_of) for kind, keys in found.items()}
+
+    def _write_part(self, kind: str, number: int, key: str) -> None:
+        tree = self.state.numbered(key) if kind == "optimizer" else self.state.tree(key)
+        if kind != "model":
+            self._write(file_of(kind, number), tree)
+        elif isinstance(tree, dict) and all(isinstance(value, PiecedTensor) for value in tree.values()):
+            self._stream_model(number, tree)
+        else:
+            self._write(pickled_model(number), tree)
+
+    def _stream_model(self, number: int, tensors: Mapping[str, PiecedTensor]) -> None:
+        (file,) = plan_files(file_of("model", number), tensors, same_place(tensors))
+        open_storage(self.folder).write(file.path, file.pieces())
+        self.advance(file.size)
+
+    def generators(self) -> bool:
+        """Write the generators of every rank; without any, the file says only that the save is complete."""
+        for rank in range(self.state.world_size):
+            state = self.state.rank_state(rank)
+            step = state.get("source", {}).get("step", 0)
+            rng = self.state.generators(rank)
+            states = {"step": step} if rng is None else random_states(rng, step)
+            write_values(os.path.join(self.folder, file_of("random_states", rank)), states)
+            self._note_skipped(state, has_generators=rng is not None)
+        return "rng" not in self.skipped
+
+    def _note_skipped(self, state: Mapping[str, Any], *, has_generators: bool) -> None:
+        if not has_generators:
+            self.skipped["rng"] = _NO_GENERATORS
+        for key in state.get("values", {}):
+            self.skipped[key] = "Accelerate keeps no plain values: register an object that has them"
+        for key in state["generators"]:
+            self.skipped[key] = "Accelerate keeps no generators but the global ones"
+        progress = self.state.progress
+        if any(progress.to_json().values()):
+            self.skipped["progress"] = (
+                f"Accelerate does not keep it: continue with epoch {progress.epoch}, and there with "
+                f"accelerator.skip_first_batches(loader, {progress.batch})"
+            )
+
+    def _write(self, name: str, tree: Any) -> None:
+        write_file(os.path.join(self.folder, name), tree, self.advance)
+
+
+_PART = "model"
+_ANEW = "Megatron-Core has a form of its own for it: it begins anew"
+_LAYER = re.compile(r"(?:.*\.)?(?:decoder|encoder)\.layers\.\d{1,6}\..+")
+
+
+def export_megatron(state: PortableState, folder: Path, advance: Callable[[int], None]) -> Outcome:
+    """Write the folder. Returns the parts in it, and what was left out, with the reasons."""
+    tree = state.tree(_PART) if _PART in state.parts else {}
+    tensors = {name: tensor for name, tensor in tree.items() if isinstance(tensor, PiecedTensor)}
+    _require_names(tensors, state.name)
+    entries = _stacked(megatron.stored_names(tensors), state.name)
+    objects, skipped = _objects(tree)
+    write_folder(os.fspath(folder), entries, objects, advance)
+    _write_rest(folder, state.progress.step)
+    others = {key: _ANEW for key in state.parts if key != _PART}
+    return (_PART,), {**skipped, **others, "rng": _ANEW}
+
+
+def _require_names(tensors: Mapping[str, PiecedTensor], name: str) -> None:
+    if not any(map(_LAYER.fullmatch, tensors)):
+        raise ConfigError(
+            f"the model of {name} has no names of Megatron-Core (decoder.layers.0.mlp.linear_fc1.weight): what is "
+            "written, Megatron would not find."
+        )
+
+
+def _objects(tree: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """The modules' empty `_extra_state`, which Megatron asks for, and what else is no tensor, which is left out."""
+    others = {name for name, value in tree.items() if not isinstance(value, PiecedTensor)}
+    empty = {name for name in others if megatron.is_extra_state(name) and tree[name] is None}
+    skipped = {f"{_PART}.{name}": "no tensor: it is not written" for name in sorted(others - empty)}
+    return {megatron.object_name(name, empty): [None] for name in sorted(empty)}, skipped
+
+
+def _write_rest(folder: Path, step: int) -> None:
+    """What is not sharded, and the file that Megatron takes for the end of a save."""
+    write_values(os.fspath(folder / megatron.COMMON), {megatron.ITERATION: step})
+    (folder / megatron.CONFIG).write_bytes(to_json(megatron.CONFIGURATION))
+
+
+def _stacked(tensors: Mapping[str, PiecedTensor], name: str) -> dict[str, ShardedEntry]:
+    """The tensors by the names of Megatron's folders. Layers that are not alike remain by themselves."""
+    stacks: dict[str, dict[int, PiecedTensor]] = defaultdict(dict)
+    entries: dict[str, ShardedEntry] = {}
+    for key, tensor in tensors.items():
+        found = megatron.stacked_name(key)
+        if found is None:
+            entries[key] = ShardedEntry(tensor.dtype, tensor.shape, (_shard((), tensor),))
+        else:
+            stacks[found[0]][found[1]] = tensor
+    for key, layers in stacks.items():
+        first = layers[min(layers)]
+        alike = {(tensor.dtype, tensor.shape) for tensor in layers.values()} == {(first.dtype, first.shape)}
+        if not alike or sorted(layers) != list(range(len(layers))) or key in entries:
+            raise ConfigError(
+                f"the layers of {key} in {name} are not alike: {len(layers)} of {1 + max(layers)} have it, or in "
+                "several shapes. Megatron-Core stacks layers only where all of them have the same."
+            )
+        shards = tuple(_shard((layer,), layers[layer]) for layer in sorted(layers))
+        entries[key] = ShardedEntry(first.dtype, (len(layers), *first.shape), shards)
+    return entries
+
+
+def _shard(layer: tuple[int, ...], tensor: PiecedTensor) -> Shard:
+    ones = (1,) * len(layer)
+    return Shard((*layer, *(0 for _ in tensor.shape)), (*ones, *tensor.shape), partial(_read, ones, tensor))
+
+
+def _read(ones: tuple[int, ...], tensor: PiecedTensor) -> torch.Tensor:
+    return tensor.read(tensor.box).reshape(*ones, *tensor.shape)
+
 
 _FILES = (TORCH.name, LIGHTNING.name)  # of which a checkpoint is one file
 

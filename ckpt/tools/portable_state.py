@@ -1,23 +1,55 @@
-"""The state of a training as every format is converted from and to: parts, counters, the state of each rank."""
+"""The state of a training as every format is converted from and to: parts, counters, the state of each rank.
+
+`open_state` reads it from every format: checkpoints of ours, and what other tools wrote. Nothing is executed.
+"""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt.data.progress import Progress
-from ckpt.errors import ConfigError
+from ckpt.errors import CkptError, ConfigError, DamagedError
 from ckpt.export.save_model import ADAPTER_CONFIG, CONFIG
+from ckpt.export.source import beside, choose_a_checkpoint, open_foreign, open_source
 from ckpt.formats.checks import damage_reported
+from ckpt.formats.foreign import accelerate, dcp, deepspeed, megatron, torch_files
+from ckpt.formats.foreign.accelerate import in_memory
+from ckpt.formats.foreign.torch_files import SavedDict, is_name_of_part, sorted_out
 from ckpt.formats.native.documents import Decoder, refuse
+from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.pieces import PiecedTensor
-from ckpt.load.accelerate_state import CUSTOM, ForeignPart, encoded_part, kind_of
+from ckpt.formats.registry import (
+    ACCELERATE,
+    CKPT,
+    DCP,
+    DEEPSPEED,
+    HF,
+    INDEX_SUFFIX,
+    MEGATRON,
+    OLD_WEIGHTS,
+    PEFT,
+    ROOT,
+    TORCH,
+    TRAINER,
+    named,
+)
+from ckpt.load.accelerate_state import CUSTOM, UNKNOWN_PROGRESS, AccelerateState, ForeignPart, encoded_part, kind_of
 from ckpt.load.rank_state import check_rank_state
+from ckpt.load.reader import CheckpointReader
+from ckpt.root.catalog import locate, read_manifest
+from ckpt.root.file_names import own_key
+from ckpt.root.folder import Folder, Place
+from ckpt.root.verify import size_problems
+from ckpt.state.deepspeed.engine import KEY
 from ckpt.state.objects import KINDS, is_part_name
 from ckpt.state.optimizer import by_name, by_number, nameless
 from ckpt.state.registry import RESERVED
+from ckpt.storage import Storage
 from ckpt.util.checked_json import parse_json
 
 _OPTIMIZER = "state of an optimizer"
@@ -229,3 +261,326 @@ def _fields(path: str, beside: Mapping[str, Callable[[], bytes]]) -> dict[str, A
     if not isinstance(found, dict):
         raise ConfigError(f"{path} holds a {type(found).__name__}, and no configuration.")
     return found
+
+
+_FEW = 10
+_BESIDE = (".json", ".txt", ".model", ".jinja")
+_MODEL_ALONE = "the source holds a model and nothing else: its training begins anew"
+_NOT_TAKEN = {
+    "lr_scheduler": "DeepSpeed's schedule is not converted: give the manager a scheduler, and set it to the step",
+    "loss_scaler": "the factor of the loss is not converted: master weights are trained in fp32",
+    "data_sampler": "the position in the data is not converted",
+}
+_OWN_STATE = "state of the user's own, or of DeepSpeed, which is not converted"
+_ENGINE = "DeepSpeed reads no files but its own: its optimizer starts afresh, from the model's weights"
+_OWN_GRADIENTS = "gradients of an accumulation window: it starts afresh"
+_OWN_PART = "held by single ranks: it is not converted"
+
+
+@contextmanager
+def open_state(source: str | os.PathLike[str], format: str | None = None) -> Iterator[PortableState]:
+    """The checkpoint at a path or URL, of any format that is read."""
+    place = Place.at(source, format=format)
+    if place.format is ROOT:
+        raise choose_a_checkpoint(place)
+    if place.format is CKPT:
+        with _open_native(source) as found:
+            yield found
+    else:
+        read = _model_alone if place.format is None else _READERS[place.format.name]
+        yield read(place)
+
+
+@contextmanager
+def _open_native(source: str | os.PathLike[str]) -> Iterator[PortableState]:
+    """The one checkpoint at a path or URL, verified, and locked while it is read."""
+    with _locked_checkpoint(source) as (storage, manifest), ExitStack() as opened:
+        reader = CheckpointReader(storage, manifest, 0)
+        where = f"{storage.url.rstrip('/')}/{manifest.name}"
+        skipped = {key: _ENGINE for key in reader.parts if key.partition(".")[0] == KEY}
+        parts: dict[str, ForeignPart] = {}
+        about: dict[str, Mapping[str, Any]] = {}
+        for key, part in reader.parts.items():
+            if key not in skipped:
+                has = reader.has_tensors(key)
+                tensors = opened.enter_context(open_source(where, key)).tensors if has else {}
+                parts[key] = ForeignPart(part["state"], tensors)
+                about |= {key: part["about"]} if part.get("about") else {}
+        yield PortableState(
+            origin=CKPT.name,
+            name=manifest.name,
+            parts=parts,
+            progress=Progress.from_json(manifest.progress),
+            world_size=manifest.world_size,
+            skipped=skipped | _of_single_ranks(reader, storage, manifest),
+            own_state=reader.rank_state if "rng" in reader.state else None,
+            approximated=reader.state.get("lacking", {}),
+            about=next(iter(about.values())) if len(about) == 1 else {},
+        )
+
+
+def _of_single_ranks(reader: CheckpointReader, storage: Storage, manifest: Manifest) -> dict[str, str]:
+    """What other ranks held differently, which no single state has."""
+    found = {
+        f"{key} of other ranks": "their state differs: the main rank's is written"
+        for key, part in reader.parts.items()
+        if "differs" in part
+    }
+    others = (CheckpointReader(storage, manifest, rank).own for rank in range(1, manifest.world_size))
+    known = {own_key(key, rank) for key in reader.parts for rank in range(manifest.world_size)}
+    for key in dict.fromkeys(key for own in (reader.own, *others) for key in own if key not in known):
+        name = "gradients" if key.startswith("gradients") else key
+        found[name] = _OWN_GRADIENTS if name == "gradients" else _OWN_PART
+    return found
+
+
+@contextmanager
+def _locked_checkpoint(source: str | os.PathLike[str]) -> Iterator[tuple[Storage, Manifest]]:
+    """The storage and the manifest of the one checkpoint at a path or URL, whose files are all there."""
+    storage, (name,) = locate(source)
+    with storage.lock(name, shared=True):  # retention of a running job must not remove what is being read
+        manifest = read_manifest(storage, name)
+        wrong = size_problems(storage, manifest)
+        if wrong:
+            raise DamagedError(f"{manifest.name} is damaged: {'; '.join(wrong)}. Convert another checkpoint.")
+        yield storage, manifest
+
+
+def _from_accelerate(place: Place) -> PortableState:
+    """What `Accelerator.save_state` wrote."""
+    foreign = AccelerateState(place.folder)
+    return PortableState(
+        origin=ACCELERATE.name,
+        name=place.folder.name,
+        parts=foreign.parts,
+        world_size=foreign.saved.world_size,
+        approximated={"progress": UNKNOWN_PROGRESS, **foreign.rank_state(0).get("lacking", {})},
+        skipped=foreign.saved.left_out,
+        own_state=foreign.rank_state,
+    )
+
+
+def _from_deepspeed(place: Place) -> PortableState:
+    """What an engine's `save_checkpoint` wrote: master weights, and the optimizer's state of each parameter."""
+    folder = deepspeed.save_in(place.folder)
+    engine = deepspeed.SavedEngine(folder)
+    trees: dict[str, Any] = {"model": engine.master_model()}
+    optimizer, facts = engine.optimizer(), engine.facts()
+    skipped = {key: _NOT_TAKEN.get(key, _OWN_STATE) for key in facts.others}
+    if optimizer is None:
+        skipped["optimizer"] = "the save holds none"
+    else:
+        trees["optimizer"] = optimizer
+    return PortableState(
+        origin=DEEPSPEED.name,
+        name=place.folder.name,
+        parts=encoded(trees, folder.where),
+        progress=Progress(step=facts.steps, samples=facts.samples),
+        approximated=_unknown_position("DeepSpeed", "its steps are taken over"),
+        skipped=skipped,
+    )
+
+
+def _from_megatron(place: Place) -> PortableState:
+    """The model of a `torch_dist` folder."""
+    folder = megatron.save_in(place.folder)
+    save = megatron.MegatronSave.opened(folder)
+    empty, others = save.extra_state()
+    skipped = dict.fromkeys(others[:_FEW], "an object that is no tensor, and is not read")
+    if len(others) > _FEW:
+        skipped[f"{len(others) - _FEW} more objects"] = "no tensors, either"
+    if "optimizer" in save.parts:
+        skipped["optimizer"] = (
+            "Megatron's optimizer numbers its parameters by rank: it is not converted. ckpt.merge(part='optimizer') "
+            "writes its tensors"
+        )
+    step, told = _iteration(save, skipped)
+    return PortableState(
+        origin=MEGATRON.name,
+        name=place.folder.name,
+        parts=encoded({"model": {**save.tensors("model"), **empty}}, folder.where),
+        progress=Progress(step=step),
+        approximated=_unknown_position("Megatron-Core", told),
+        skipped=skipped,
+    )
+
+
+def _iteration(save: megatron.MegatronSave, skipped: dict[str, str]) -> tuple[int, str]:
+    try:
+        step, keys = save.iteration(), save.common_keys()
+    except CkptError as error:
+        skipped[megatron.COMMON] = f"it was not read: {error}"
+        return 0, "the number of its steps was not read, and counting begins at 0"
+    for key in keys:
+        if key != megatron.ITERATION:
+            skipped[f"{megatron.COMMON}: {key}"] = "settings and state of Megatron's own, which are not converted"
+    if step is None:
+        return 0, f"{megatron.COMMON} has no iteration, and counting begins at 0"
+    return step, "its steps are taken over"
+
+
+def _unknown_position(tool: str, steps: str) -> dict[str, str]:
+    return {
+        "progress": f"{tool} does not save how many epochs and batches were done: {steps}, and the data begins anew. "
+        "Set manager.progress before the loop if that matters",
+        "rng": f"{tool}'s random generators are not taken over: those here are left as they are",
+    }
+
+
+def _from_dcp(place: Place) -> PortableState:
+    """A folder of torch.distributed.checkpoint, with whatever its state dict was called."""
+    folder = place.folder
+    tree = _dcp_tree(folder)
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{folder.where} holds a {type(tree).__name__}, and no state of a training.")
+    return _from_saved_dict(sorted_out(_outermost(tree), folder.where, DCP.name), folder.name, DCP.tool)
+
+
+def _dcp_tree(folder: Folder) -> Any:
+    contents = dcp.contents_of(folder)
+    folder.check(contents.needed_files())
+    return contents.tree(folder.opened, folder.where)
+
+
+def _outermost(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state dict itself: many save it below a single key of their own (`app`)."""
+    while len(tree) == 1:
+        ((key, inner),) = tree.items()
+        if is_name_of_part(key) or not isinstance(inner, dict) or {"state", "param_groups"} <= inner.keys():
+            break
+        if not any(isinstance(value, dict) for value in inner.values()):
+            break
+        tree = inner
+    return tree
+
+
+def _from_saved_dict(saved: SavedDict, name: str, tool: str) -> PortableState:
+    """What one dict holds: of `torch.save`, of Lightning, of torch.distributed.checkpoint."""
+    counters = ", ".join(key for key in saved.counters if key != "batch")  # in the epoch, the data begins anew
+    told = f"what it counts is taken over ({counters})" if counters else "counting begins at 0"
+    approximated = _unknown_position(tool, told)
+    rng = None if saved.rng is None else _generators(saved.rng, name)
+    if rng is not None:
+        approximated.pop("rng")
+    return PortableState(
+        origin=saved.origin,
+        name=name,
+        parts=encoded(saved.parts, name),
+        progress=Progress(**{key: value for key, value in saved.counters.items() if key != "batch"}),
+        approximated=approximated,
+        skipped=saved.skipped,
+        own_state=None if rng is None else lambda rank: _rank_state(rng, approximated, name),
+    )
+
+
+def _generators(saved: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The states of generators as ckpt writes them into one file: NumPy's as a list of numbers."""
+    found: dict[str, Any] = in_memory(dict(saved))
+    with damage_reported(where, "states of random generators"):
+        if isinstance(found.get("numpy"), dict):
+            import numpy as np
+
+            inner = found["numpy"]["state"]
+            found["numpy"] = {**found["numpy"], "state": {**inner, "key": np.asarray(inner["key"], dtype=np.uint32)}}
+    return found
+
+
+def _rank_state(rng: Mapping[str, Any], approximated: Mapping[str, str], where: str) -> dict[str, Any]:
+    state = {"rng": dict(rng), "generators": {}, "loaders": {}, "source": {}, "lacking": dict(approximated)}
+    return check_rank_state(state, where)
+
+
+def _from_trainer(place: Place) -> PortableState:
+    """A `checkpoint-500` of the Trainer; its model may be whole, sharded by FSDP, or of DeepSpeed."""
+    folder = place.folder
+    own = accelerate.TrainerFolder(folder)
+    steps, epochs = own.progress()
+    told = f"step {steps} and epoch {int(epochs)} of {epochs:g} are taken over"
+    approximated = _unknown_position("The Trainer", told)
+    others = _beside(folder)
+    if is_adapter(others):
+        approximated["model"] = ADAPTER_ALONE
+    rng = own.generators(0)
+    if rng is not None:
+        approximated.pop("rng")
+
+    def own_state(rank: int) -> dict[str, Any]:
+        return _rank_state(own.generators(rank) or {}, approximated, folder.where)
+
+    if DEEPSPEED.sign(folder.files):
+        found = _from_deepspeed(place)
+        parts, skipped = found.parts, {**found.skipped, **own.left_out}
+    else:
+        model = open_foreign(place, "model")
+        trees = {"model": model.tensors, **_sharded_optimizer(folder), **own.parts()}
+        parts, skipped = encoded(trees, folder.where), own.left_out
+    return PortableState(
+        origin=TRAINER.name,
+        name=folder.name,
+        parts=parts,
+        progress=Progress(step=steps, epoch=int(epochs)),
+        world_size=own.world_size,
+        approximated=approximated,
+        skipped=skipped,
+        own_state=None if rng is None else own_state,
+        beside=others,
+        about=about_model(others, parts["model"].tensors),
+    )
+
+
+def _sharded_optimizer(folder: Folder) -> dict[str, Any]:
+    """The optimizer that FSDP sharded, in the folder that Accelerate wrote for it."""
+    below = folder.below("optimizer_0/")
+    if dcp.METADATA not in below.files:
+        return {}
+    tree = _dcp_tree(below)
+    return {"optimizer": tree.get("optimizer", tree)}
+
+
+def _from_file(place: Place) -> PortableState:
+    """A file of `torch.save`, or of Lightning."""
+    folder, path = place.folder, place.file or OLD_WEIGHTS
+    saved = torch_files.read_file(folder.opened(path), folder.files[path], f"{folder.where}/{path}")
+    return _from_saved_dict(saved, path.rpartition(".")[0] or path, named(saved.origin).tool)
+
+
+def _model_alone(place: Place) -> PortableState:
+    """A model alone: as save_pretrained writes it, one file of safetensors, or of a format that was installed."""
+    model = open_foreign(place, "model")
+    return PortableState(
+        origin=HF.name,
+        name=_stem(place.file) if place.file else place.folder.name,
+        parts=encoded({"model": model.tensors}, place.where),
+        approximated={
+            **({"model": ADAPTER_ALONE} if is_adapter(model.beside) else {}),
+            **dict.fromkeys(("progress", "rng"), _MODEL_ALONE),
+        },
+        beside=model.beside,
+        about=about_model(model.beside, model.tensors),
+    )
+
+
+def _stem(path: str) -> str:
+    path = path.removesuffix(INDEX_SUFFIX)
+    return path.rpartition(".")[0] or path
+
+
+def _beside(folder: Folder) -> dict[str, Any]:
+    """What save_pretrained writes beside a model: its configuration, its tokenizer."""
+    return {
+        path: read
+        for path, read in beside(folder).items()
+        if path.endswith(_BESIDE) and path != accelerate.TRAINER_STATE
+    }
+
+
+_READERS: dict[str, Callable[[Place], PortableState]] = {
+    HF.name: _model_alone,
+    PEFT.name: _model_alone,
+    DCP.name: _from_dcp,
+    ACCELERATE.name: _from_accelerate,
+    TRAINER.name: _from_trainer,
+    DEEPSPEED.name: _from_deepspeed,
+    MEGATRON.name: _from_megatron,
+    TORCH.name: _from_file,
+}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.cli import demo, demo_report, demo_runs
+from ckpt.cli import demo
 from ckpt.errors import CkptError, ConfigError, LockedError
 from ckpt.root.catalog import list_checkpoints
 from ckpt.storage import LocalStorage
@@ -63,7 +63,7 @@ def test_the_demo_is_plain_in_a_pipe(done: subprocess.CompletedProcess[str]) -> 
 
 @pytest.mark.slow
 def test_the_bytes_of_both_last_checkpoints_are_the_same(root: Path, done: subprocess.CompletedProcess[str]) -> None:
-    straight, resumed = (list_checkpoints(root / name)[0] for name in (demo_runs.STRAIGHT, demo_runs.INTERRUPTED))
+    straight, resumed = (list_checkpoints(root / name)[0] for name in (demo.STRAIGHT, demo.INTERRUPTED))
     assert straight.manifest is not None
     assert resumed.manifest is not None
     assert straight.manifest.files == resumed.manifest.files
@@ -74,9 +74,9 @@ def test_the_bytes_of_both_last_checkpoints_are_the_same(root: Path, done: subpr
 def test_a_difference_is_loud(
     root: Path, done: subprocess.CompletedProcess[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    same = demo_runs.Run({step: 1.0 / step for step in range(1, STEPS + 1)})
-    other = demo_runs.Run(same.losses | {STEPS: 0.0})
-    assert not demo_report.show_report(demo_runs.Plan(str(root), STEPS), same, same, other)
+    same = demo.Run({step: 1.0 / step for step in range(1, STEPS + 1)})
+    other = demo.Run(same.losses | {STEPS: 0.0})
+    assert not demo.show_report(demo.Plan(str(root), STEPS), same, same, other)
     assert "NOT IDENTICAL" in capsys.readouterr().out
 
 
@@ -84,11 +84,11 @@ def test_a_difference_is_loud(
 def test_a_flipped_bit_in_the_weights_is_a_difference(
     root: Path, done: subprocess.CompletedProcess[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    weights = root / demo_runs.INTERRUPTED / f"step-{STEPS:08d}-end" / "model.safetensors"
+    weights = root / demo.INTERRUPTED / f"step-{STEPS:08d}-end" / "model.safetensors"
     kept = weights.read_bytes()
     weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
     try:
-        assert not demo_report.show_last(demo_runs.Plan(str(root), STEPS))
+        assert not demo.show_last(demo.Plan(str(root), STEPS))
     finally:
         weights.write_bytes(kept)
     assert re.search(r"model\.safetensors .* DIFFERENT", capsys.readouterr().out)
@@ -97,19 +97,19 @@ def test_a_flipped_bit_in_the_weights_is_a_difference(
 def test_the_demo_replaces_an_earlier_one_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / demo.MARKER).touch()
     (tmp_path / "mine.txt").write_text("stays")
-    (tmp_path / demo_runs.STRAIGHT / "old").mkdir(parents=True)
+    (tmp_path / demo.STRAIGHT / "old").mkdir(parents=True)
     demo._check_root(str(tmp_path))
-    demo._clear(demo_runs.Plan(str(tmp_path), STEPS))
+    demo._clear(demo.Plan(str(tmp_path), STEPS))
     assert sorted(path.name for path in tmp_path.iterdir()) == [demo.MARKER, "mine.txt"]
 
 
 @pytest.mark.slow
 def test_the_demo_touches_no_directory_that_is_not_its_own(tmp_path: Path) -> None:
-    (tmp_path / demo_runs.STRAIGHT).mkdir()
+    (tmp_path / demo.STRAIGHT).mkdir()
     refused = run_demo(tmp_path)
     assert refused.returncode == 1
     assert refused.stderr.startswith(f"ckpt: {tmp_path} is not empty and not from an earlier demo.")
-    assert (tmp_path / demo_runs.STRAIGHT).is_dir()
+    assert (tmp_path / demo.STRAIGHT).is_dir()
 
 
 def test_the_demo_follows_no_link_when_it_clears(tmp_path: Path) -> None:
@@ -117,9 +117,9 @@ def test_the_demo_follows_no_link_when_it_clears(tmp_path: Path) -> None:
     elsewhere.mkdir()
     root = tmp_path / "demo"
     root.mkdir()
-    (root / demo_runs.STRAIGHT).symlink_to(elsewhere)
+    (root / demo.STRAIGHT).symlink_to(elsewhere)
     with pytest.raises(ConfigError, match="cannot be removed"):
-        demo._clear(demo_runs.Plan(str(root), STEPS))
+        demo._clear(demo.Plan(str(root), STEPS))
     assert elsewhere.is_dir()
 
 
@@ -135,5 +135,5 @@ def test_two_demos_do_not_run_in_one_place(tmp_path: Path) -> None:
 
 def test_a_training_that_fails_is_quoted(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CkptError, match="ended with status 1, not 0"):
-        demo_runs.expect(demo_runs.Run(said="out of luck", status=1), 0)
+        demo.expect(demo.Run(said="out of luck", status=1), 0)
     assert capsys.readouterr().err == "out of luck\n"

@@ -9,7 +9,7 @@ from torch import nn
 
 import ckpt
 from ckpt.cli.main import main
-from ckpt.cli.module_tree import Module, tree_lines
+from ckpt.cli.show import Module, tree_lines
 from ckpt.formats.native.header import Outline
 
 WEIGHT = Outline("float32", (4, 2))

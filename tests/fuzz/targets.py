@@ -328,9 +328,7 @@ BY_NAME: dict[str, Operation] = {name: one for group in TARGETS.values() for nam
 def import_everything() -> None:
     """All modules of ckpt but the integrations: processes that are forked later need not import them."""
     for module in pkgutil.walk_packages(ckpt.__path__, "ckpt."):
-        if not module.name.startswith(
-            ("ckpt.integrations", "ckpt.selftest", "ckpt.cli.__main__", "ckpt.state.deepspeed")
-        ):
+        if not module.name.startswith(("ckpt.integrations", "ckpt.selftest", "ckpt.state.deepspeed")):
             with contextlib.suppress(ImportError):
                 importlib.import_module(module.name)
 

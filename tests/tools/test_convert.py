@@ -586,7 +586,6 @@ class TestBadInput:
 def convert_and_die(rank: int, source: str, destination: str, to: str, at: int) -> None:
     """Convert, and be killed at a write to a file."""
     from ckpt.formats.foreign.torch_write import write_file
-    from ckpt.tools import export_state
 
     left = [at]
 
@@ -600,7 +599,7 @@ def convert_and_die(rank: int, source: str, destination: str, to: str, at: int) 
         return dying
 
     LocalStorage.write = counted(LocalStorage.write)  # type: ignore[method-assign]
-    vars(export_state)["write_file"] = counted(write_file)
+    vars(sys.modules["ckpt.tools.convert"])["write_file"] = counted(write_file)
     ckpt.convert(source, destination, to=to)
 
 

@@ -98,7 +98,7 @@ def test_of_many_checkpoints_the_newest_are_drawn_and_some_are_compared(
 ) -> None:
     save(tmp_path / "run", [1.0] * 9)
     monkeypatch.setattr("ckpt.tools.report.html.MOST_SAVES", 5)
-    monkeypatch.setattr("ckpt.tools.report.timeline_chart.MOST", 5)
+    monkeypatch.setattr("ckpt.tools.report.attempts.MOST_SAVES", 5)
     monkeypatch.setattr("ckpt.tools.report.changes.MOST_CHECKPOINTS", 4)
     assert report(tmp_path / "run", "-o", tmp_path / "page.html").exit_code == 0
     text = (tmp_path / "page.html").read_text()

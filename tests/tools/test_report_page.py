@@ -19,12 +19,11 @@ from torch import nn
 
 import ckpt
 from ckpt.cli.main import main
-from ckpt.tools import tensor_change
+from ckpt.tools import diff
 from ckpt.tools.report import changes as report_changes
-from ckpt.tools.report.best import best_of, guessed_mode
+from ckpt.tools.report.attempts import attempts
 from ckpt.tools.report.changes import Changes, measure_changes
-from ckpt.tools.report.facts import gather
-from ckpt.tools.report.lineage import attempts
+from ckpt.tools.report.facts import best_of, gather, guessed_mode
 from tests.cli.test_hostile_names import EVIL, rewrite
 from tests.cli.test_main import flip_a_bit
 from tests.helpers.eventful_run import DAMAGED, eventful_run
@@ -200,22 +199,22 @@ def test_changes_need_a_slab_at_a_time_and_frozen_files_once(
     run: Path, changes: Changes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    whole = tensor_change._numbers
+    whole = diff._numbers
 
     def noted(tensor: torch.Tensor) -> torch.Tensor:
         read.append(tensor.numel())
         return whole(tensor)
 
     frozen: list[tuple[int, ...]] = []
-    compare = tensor_change.squares_between
+    compare = diff.squares_between
 
     def counted(first: object, second: object) -> object:
         if first is second:
             frozen.append(first.shape)  # type: ignore[attr-defined]
         return compare(first, second)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(tensor_change, "SLAB", 1 << 15)
-    monkeypatch.setattr(tensor_change, "_numbers", noted)
+    monkeypatch.setattr(diff, "SLAB", 1 << 15)
+    monkeypatch.setattr(diff, "_numbers", noted)
     monkeypatch.setattr(report_changes, "squares_between", counted)
     again = measure_changes(gather(run))
     assert max(read) == (1 << 15) // 4

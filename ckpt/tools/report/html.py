@@ -14,12 +14,18 @@ from typing import TYPE_CHECKING
 
 from ckpt.root.condition import COMPLETE
 from ckpt.shown import shown
-from ckpt.tools.report.best import Best, best_of
-from ckpt.tools.report.facts import RunFacts, Save, memory_spent, waits
-from ckpt.tools.report.lineage import MOST as MOST_ATTEMPTS
-from ckpt.tools.report.lineage import Attempt, attempts, lineage, restarts, title_of, went_back
-from ckpt.tools.report.timeline_chart import MOST as MOST_SAVES
-from ckpt.tools.report.timeline_chart import timeline
+from ckpt.tools.report.attempts import (
+    MOST_ATTEMPTS,
+    MOST_SAVES,
+    Attempt,
+    attempts,
+    lineage,
+    restarts,
+    timeline,
+    title_of,
+    went_back,
+)
+from ckpt.tools.report.facts import Best, RunFacts, Save, best_of, memory_spent, waits
 from ckpt.util.clock import utc_now
 from ckpt.util.console import format_duration, format_number, format_size
 from ckpt.util.line_chart import HEIGHT, Mark, line_panel
@@ -197,7 +203,7 @@ def changes_section(changes: Changes | None) -> str:
     if not changes.modules:
         picture = "<p>There are no two checkpoints with a model that could be compared.</p>"
     else:
-        from ckpt.tools.report.heat_map import heat_map
+        from ckpt.tools.report.changes import heat_map
 
         picture = f'<p class="muted">{text(_WHAT)}</p>{box(heat_map(changes))}{_scale(changes)}'
     return section("Change of each module", picture, *_notes(changes))
@@ -220,7 +226,7 @@ def _notes(changes: Changes) -> list[str]:
 
 
 def _scale(changes: Changes) -> str:
-    from ckpt.tools.report.heat_map import SHADES, Shades, percent
+    from ckpt.tools.report.changes import SHADES, Shades, percent
 
     low, high = map(percent, Shades(changes).ends)
     ramp = "".join(f'<span class="key" style="background:var(--heat-{shade})"></span>' for shade in range(SHADES))

@@ -8,9 +8,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from ckpt.shown import markdown
-from ckpt.tools.report.best import best_of
-from ckpt.tools.report.facts import RunFacts, Save, Unread, memory_spent, waits
-from ckpt.tools.report.lineage import Attempt, attempts, title_of, went_back
+from ckpt.tools.report.attempts import Attempt, attempts, title_of, went_back
+from ckpt.tools.report.facts import RunFacts, Save, Unread, best_of, memory_spent, waits
 from ckpt.util.console import format_duration, format_number, format_size
 
 if TYPE_CHECKING:
@@ -149,8 +148,7 @@ def _changes(changes: Changes | None) -> list[str]:
 
 
 def _change_row(module: str, changes: Changes) -> tuple[str, ...]:
-    from ckpt.tools.report.changes import Cell
-    from ckpt.tools.report.heat_map import described
+    from ckpt.tools.report.changes import Cell, described
 
     cells = [(step, step.cells.get(module, Cell())) for step in changes.steps]
     return module, *("-" if cell.relative is None else described(cell, step) for step, cell in cells)

@@ -1,3 +1,0 @@
-from ckpt.cli.main import main
-
-main()

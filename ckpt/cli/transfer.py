@@ -1,0 +1,169 @@
+"""`ckpt convert`, `merge`, `pull` and `push`: from one format or place to another."""
+
+from __future__ import annotations
+
+import click
+
+from ckpt.cli.output import checkpoint_or_path, echo
+from ckpt.formats.registry import WRITTEN
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  ckpt convert project/checkpoints/checkpoint_3 runs/mrpc   Accelerate
+  ckpt convert out/global_step500 runs/mrpc                 DeepSpeed
+  ckpt convert last.ckpt runs/mine                          Lightning
+  ckpt convert runs/mine/step-00001000 model --to hf        for from_pretrained
+  ckpt convert runs/mine/step-00001000 last.pt --to torch   for torch.load"""
+)
+@click.argument("source", shell_complete=checkpoint_or_path)
+@click.argument("destination", shell_complete=checkpoint_or_path)
+@click.option("--to", default="ckpt", show_default=True, type=click.Choice(WRITTEN), help="The format to write.")
+@click.option("--format", help="Of SOURCE, where a folder holds saves in several formats: deepspeed, hf, ...")
+@click.option("--name", help="Of the checkpoint in the root; that of the source, if none is given.")
+@click.option("--max-shard-size", help="With --to hf: write shards of at most this size, such as 5GB.")
+def convert(
+    source: str, destination: str, to: str, format: str | None, name: str | None, max_shard_size: str | None
+) -> None:
+    """Convert a checkpoint between formats. That of SOURCE is found out.
+
+    SOURCE is a checkpoint of ckpt, Accelerate, DeepSpeed, Lightning, Megatron-Core, the Trainer,
+    torch.distributed.checkpoint, a file of torch.save, or safetensors. DESTINATION is a root for --to ckpt, a new file
+    for torch and lightning, else a new folder. What a format cannot hold is named.
+    """
+    from ckpt.tools.convert import convert
+
+    echo(str(convert(source, destination, to=to, format=format, name=name, max_shard_size=max_shard_size)))
+
+
+@click.command()
+@click.argument("source", shell_complete=checkpoint_or_path)
+@click.argument("destination", shell_complete=checkpoint_or_path)
+@click.option("--dtype", help="Cast floating point tensors: bfloat16, float16, float32, ...")
+@click.option("--max-shard-size", help="Beyond this, write shards and an index: 5GB, 500MiB, ...")
+@click.option("--part", default="model", show_default=True, help="Which part of the checkpoint.")
+@click.option("--format", help="Of SOURCE, where a folder holds saves in several formats: deepspeed, hf, ...")
+@click.option("--key", metavar="PATH", help="Refuse what this key (PEM, public or private) has not signed.")
+def merge(
+    source: str,
+    destination: str,
+    dtype: str | None,
+    max_shard_size: str | None,
+    part: str,
+    format: str | None,
+    key: str | None,
+) -> None:
+    """Merge the sharded checkpoint at SOURCE into one safetensors file.
+
+    SOURCE is a checkpoint of ckpt, a folder of torch.distributed.checkpoint, what Accelerate saves under FSDP, what
+    DeepSpeed's save_checkpoint wrote (of that, the master weights), or one file of safetensors, torch.save or
+    Lightning. DESTINATION is a file.
+
+    \b
+    ckpt merge runs/mrpc/step-00001000 model.safetensors
+    ckpt merge out/pytorch_model_fsdp_0 model.safetensors --dtype bfloat16
+    ckpt merge s3://bucket/run/step-00001000 model/model.safetensors --max-shard-size 5GB
+    """
+    from ckpt.export.merge import merge
+
+    found = merge(
+        source,
+        destination,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        part=part,
+        format=format,
+        verify_key=key,
+        require_signed=key is not None,
+    )
+    for url in found:
+        echo(url)
+
+
+@click.command()
+@click.argument("source", shell_complete=checkpoint_or_path)
+@click.argument("destination", shell_complete=checkpoint_or_path)
+@click.option("--step", type=int, help="Only the checkpoint of this step, to resume from.")
+@click.option("--revision", help="Of a repository: a branch, a tag or a commit.")
+@click.option("--key", metavar="PATH", help="Refuse what this key (PEM, public or private) has not signed.")
+def pull(source: str, destination: str, step: int | None, revision: str | None, key: str | None) -> None:
+    """Copy SOURCE to DESTINATION, verified.
+
+    SOURCE is a repository on the Hub (user/repo, or hub://user/repo@revision/path for a part of it) or any other URL
+    (s3://bucket/run) or a folder: a checkpoint, a root with many, or a folder of files. DESTINATION is a
+    folder or a URL too; a checkpoint becomes a folder below it, for a run to resume from. Other files in it are kept.
+    Without the network, files of the Hub come from Hugging Face's cache, if they are there. The Hub's token comes
+    from HF_TOKEN or 'hf auth login'.
+
+    \b
+    ckpt pull s3://bucket/mrpc runs/mrpc
+    ckpt pull user/repo model
+    ckpt pull runs/mrpc hub://user/mrpc --step 1000
+    """
+    from ckpt.tools.pull import pull
+
+    signed = key is not None
+    echo(pull(source, destination, step=step, revision=revision, verify_key=key, require_signed=signed))
+
+
+@click.command()
+@click.argument("source", shell_complete=checkpoint_or_path)
+@click.argument("repo_id")
+@click.option("--private/--public", default=None, help="For a new repository.")
+@click.option("--revision", help="The branch to commit to; created if it does not exist.")
+@click.option("-m", "--message", help="The commit's title.")
+@click.option("--create-pr", is_flag=True, help="Open a pull request, and print its URL.")
+@click.option("--dtype", help="Cast floating point tensors: bfloat16, float16, float32, ...")
+@click.option("--max-shard-size", default="5GB", show_default=True, help="Beyond this, write shards and an index.")
+@click.option("--part", default="model", show_default=True, help="Which part of the checkpoint.")
+@click.option("--format", help="Of SOURCE, where a folder holds saves in several formats: deepspeed, hf, ...")
+@click.option(
+    "--beside",
+    type=click.Path(exists=True, file_okay=False),
+    help="A folder whose files, except weights, are pushed too: a tokenizer, a config.",
+)
+@click.option("--license", help="For the model card: apache-2.0, mit, ...")
+@click.option("--card/--no-card", default=True, show_default=True, help="Write the model card, or leave it as it is.")
+def push(
+    source: str,
+    repo_id: str,
+    private: bool | None,
+    revision: str | None,
+    message: str | None,
+    create_pr: bool,
+    dtype: str | None,
+    max_shard_size: str,
+    part: str,
+    format: str | None,
+    beside: str | None,
+    license: str | None,
+    card: bool,
+) -> None:
+    """Publish the model of the checkpoint at SOURCE as REPO_ID on the Hub.
+
+    SOURCE is a checkpoint of ckpt, sharded or not, what else 'ckpt merge' reads, or a folder of safetensors; REPO_ID is
+    user/name, and is created if it does not exist. One commit has everything; what the Hub has is not sent again. The
+    token comes from HF_TOKEN or 'hf auth login'.
+
+    \b
+    ckpt push runs/mrpc/step-00001000 user/mrpc --beside model --license mit
+    ckpt push runs/mrpc/step-00001000 user/mrpc --create-pr
+    """
+    from ckpt.export.push import push_to_hub
+
+    url = push_to_hub(
+        source,
+        repo_id,
+        private=private,
+        revision=revision,
+        commit_message=message,
+        create_pr=create_pr,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        part=part,
+        format=format,
+        beside=beside,
+        card={"license": license} if card and license else card,
+    )
+    echo(url)
