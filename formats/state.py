@@ -8,9 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-# the model inside torch.compile, FullyShardedDataParallel and checkpoint_wrapper: a word in the names of its tensors
-WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-
 
 class Shard(NamedTuple):
     """A rectangular piece of a tensor: its data, the shape of the full tensor, and its offsets in that."""

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckpt.compat.torch import children, own_parameters
-from ckpt.formats.state import WRAPPERS
+from ckpt.formats.foreign import WRAPPERS
 
 # A model in parts: its names are those of the parts.
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import ConfigError, DamagedError
+from ckpt.formats.foreign import WRAPPERS
 from ckpt.formats.foreign.torch_save import EVERY_NAME, Described, read_values
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.registry import LIGHTNING, TORCH
-from ckpt.formats.state import WRAPPERS
 from ckpt.formats.tensor_bytes import ByteReader
 
 _VERSION = "pytorch-lightning_version"
