@@ -22,8 +22,7 @@ from benchmarks.compare import spelled
 from benchmarks.shared.report import Run, parser, table
 from benchmarks.shared.results import Samples
 from ckpt.formats.layout import Box, Layout
-from ckpt.formats.native.block_hash import BLOCK_SIZE
-from ckpt.formats.native.manifest import FileRecord, Manifest
+from ckpt.formats.native.manifest import BLOCK_SIZE, FileRecord, Manifest
 from ckpt.formats.native.shard_table import ShardTable, build_table, written_by
 from ckpt.util.clock import utc_now
 

@@ -15,8 +15,8 @@ import torch
 from ckpt.errors import DamagedError
 from ckpt.formats.checks import Sizes, is_dense, reach, widest
 from ckpt.formats.layout import Box, Fault, find_fault, part_of_box
-from ckpt.formats.tensor_bytes import ByteReader, Transfer, Want, at_once, copy_into, narrowed
-from ckpt.formats.tensor_bytes import is_dense as is_dense_tensor
+from ckpt.formats.tensors import ByteReader, Transfer, Want, at_once, copy_into, narrowed
+from ckpt.formats.tensors import is_dense as is_dense_tensor
 
 SLAB = 8 << 20  # bytes: fits a CPU cache between reading and writing, and is large enough for one request
 

@@ -28,7 +28,7 @@ from ckpt.formats.native.tensor_file import dtype_name
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.registry import CKPT, ROOT, claims
 from ckpt.formats.sharded_tensors import is_sharded, layout_of, local_tensor
-from ckpt.formats.tensor_bytes import narrowed
+from ckpt.formats.tensors import narrowed
 from ckpt.load.choice import Choice
 from ckpt.load.restore import Restoration, RestoreRequest
 from ckpt.load.restored import Restored, restored_from

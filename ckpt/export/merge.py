@@ -16,7 +16,7 @@ from ckpt.export.source import open_source
 from ckpt.formats.foreign.hf_safetensors import INDEX_SUFFIX, plan_files, tied
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import FILE_NAME
-from ckpt.formats.state import FilePlan
+from ckpt.formats.tensors import FilePlan
 from ckpt.root.folder import open_url
 from ckpt.root.keys import KeySource
 from ckpt.root.trust import open_trust

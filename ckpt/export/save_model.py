@@ -19,7 +19,7 @@ from ckpt.export.options import ExportOptions
 from ckpt.formats.foreign.hf_safetensors import LiveTensor, StreamedTensor, duplicates, plan_files
 from ckpt.formats.native.shard_table import ShardedState, build_table
 from ckpt.formats.native.tensor_file import dtype_name, finish_collectives
-from ckpt.formats.state import FilePlan
+from ckpt.formats.tensors import FilePlan
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.state.model import ModelPart, tensors_in

@@ -13,10 +13,9 @@ from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError, DamagedError
 from ckpt.formats.foreign import accelerate
 from ckpt.formats.layout import Box
-from ckpt.formats.native.block_hash import digest
-from ckpt.formats.native.manifest import Manifest
+from ckpt.formats.native.manifest import Manifest, digest
 from ckpt.formats.registry import ACCELERATE, claims
-from ckpt.formats.tensor_bytes import copy_into
+from ckpt.formats.tensors import copy_into
 from ckpt.load.accelerate_state import AccelerateState, ForeignPart, split_name
 from ckpt.load.part_tensors import PartTensors
 from ckpt.load.reader import CheckpointReader

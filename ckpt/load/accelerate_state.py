@@ -15,7 +15,7 @@ from ckpt.formats.foreign import accelerate
 from ckpt.formats.layout import Box
 from ckpt.formats.native.documents import Encoder, refuse
 from ckpt.formats.pieces import PiecedTensor
-from ckpt.formats.tensor_bytes import narrowed
+from ckpt.formats.tensors import narrowed
 from ckpt.load.rank_state import check_rank_state
 from ckpt.root.folder import Folder
 from ckpt.state.deepspeed.engine import KEY

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from ckpt.errors import AbsentError, CkptError, DeniedError, RanksError, StorageError, TransientError, TruncatedError
-from ckpt.formats.native.block_hash import digest
-from ckpt.formats.tensor_bytes import Transfer, host_bytes
+from ckpt.formats.native.manifest import digest
+from ckpt.formats.tensors import Transfer, host_bytes
 from ckpt.ranks import hosts
 from ckpt.ranks.consensus import FollowingError, Result, decide_together
 from ckpt.ranks.group import Ranks

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpt.errors import MismatchError
 from ckpt.formats.native import documents
-from ckpt.formats.native.block_hash import digest
+from ckpt.formats.native.manifest import digest
 from ckpt.load.reader import CheckpointReader
 from ckpt.ranks.consensus import Result, decide_together, first_of_each
 from ckpt.ranks.group import Ranks

@@ -20,7 +20,7 @@ from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.native.shard_table import ShardedTensors, ShardTable
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.sharded_tensors import is_sharded, layout_of, local_tensor
-from ckpt.formats.tensor_bytes import Transfer, same_bytes
+from ckpt.formats.tensors import Transfer, same_bytes
 from ckpt.load.broadcast import Broadcasts
 from ckpt.load.part_tensors import OwnTensors, PartTensors, WholeTensors
 from ckpt.load.rank_state import check_rank_state

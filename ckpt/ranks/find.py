@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ckpt.compat.torch import default_store
 from ckpt.errors import ConfigError, UnsupportedError
 from ckpt.formats.layout import Members
-from ckpt.formats.native.block_hash import digest
+from ckpt.formats.native.manifest import digest
 from ckpt.ranks.built_managers import built_here
 from ckpt.ranks.group import Ranks, SingleProcess
 from ckpt.ranks.launchers import require_process_group

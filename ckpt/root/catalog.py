@@ -19,8 +19,7 @@ from functools import cached_property
 from typing import Any
 
 from ckpt.errors import AbsentError, CheckpointError, ConfigError, DamagedError, MissingError, StorageError
-from ckpt.formats.native.block_hash import digest
-from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, MARKER, Manifest
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, MARKER, Manifest, digest
 from ckpt.formats.native.manifest import name_of_step as name_of_step
 from ckpt.formats.registry import CKPT, is_checkpoint
 from ckpt.root.manifest_files import find_manifest, was_committed, without_manifest

@@ -12,16 +12,19 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from ckpt.errors import DamagedError, NotDurableError, StorageError
-from ckpt.formats.native.block_hash import (
+from ckpt.formats.native.manifest import (
     BLOCK_SIZE,
+    COPY_NAME,
+    FILE_NAME,
     BlockHasher,
+    FileRecord,
     Hash,
+    Manifest,
     digest,
     digests_of_every,
     sha256,
     xxh3_128,
 )
-from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, FileRecord, Manifest
 from ckpt.root.catalog import find
 from ckpt.root.deletion import remove_uncommitted
 from ckpt.root.manifest_files import delete_copy, write_copy
@@ -32,7 +35,7 @@ from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar
 from ckpt.util.threads import CORES_OF_RANK, ThreadCall
 
 if TYPE_CHECKING:
-    from ckpt.formats.state import FilePlan
+    from ckpt.formats.tensors import FilePlan
 
 Advance = Callable[[float], None]
 
@@ -130,7 +133,7 @@ def _run_through(hasher: FileHasher, plan: FilePlan, advance: Advance) -> FileHa
 
 
 if TYPE_CHECKING:
-    from ckpt.formats.state import FilePlan
+    from ckpt.formats.tensors import FilePlan
 
 _log = logging.getLogger("ckpt")
 _WORTH_A_THREAD = 4 << 20  # bytes: less is hashed in the time that a thread takes to start

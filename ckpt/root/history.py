@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import DamagedError, StorageError
-from ckpt.formats.native.block_hash import digest
-from ckpt.formats.native.manifest import Manifest, is_resumed
+from ckpt.formats.native.manifest import Manifest, digest, is_resumed
 from ckpt.root.catalog import Summary
 from ckpt.storage import Staging, Storage
 from ckpt.storage.base import read_document

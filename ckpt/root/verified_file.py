@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ckpt.errors import AbsentError, DamagedError, TruncatedError
-from ckpt.formats.native.block_hash import BlockHasher, digest, sha256
-from ckpt.formats.native.manifest import FileRecord
+from ckpt.formats.native.manifest import BlockHasher, FileRecord, digest, sha256
 from ckpt.storage import Storage
 
 WINDOW = 8 << 20  # bytes: small enough to be hashed while they are in the processor's cache

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ckpt.formats.native import documents, tensor_file
-from ckpt.formats.native.block_hash import digest
+from ckpt.formats.native.manifest import digest
 from ckpt.formats.native.shard_table import ShardedState, written_by
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor, on_part_of_mesh
-from ckpt.formats.state import FilePlan, PartState, Shard
+from ckpt.formats.tensors import FilePlan, PartState, Shard
 from ckpt.root.file_names import spread_file, whole_file
 from ckpt.save.replica_tensors import ReplicaTensors
 from ckpt.state.replicated import Replication

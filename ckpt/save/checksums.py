@@ -8,9 +8,8 @@ from functools import lru_cache
 import torch
 import xxhash
 
-from ckpt.formats.native.block_hash import digest
-from ckpt.formats.state import FilePlan
-from ckpt.formats.tensor_bytes import as_bytes, host_bytes, is_dense, on_host
+from ckpt.formats.native.manifest import digest
+from ckpt.formats.tensors import FilePlan, as_bytes, host_bytes, is_dense, on_host
 
 SHARES = 16  # saves within which every byte in host memory is compared: a sixteenth at each save
 _LEAST = 4 << 10  # bytes of a share; smaller tensors have fewer shares

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckpt.errors import AbsentError, DamagedError, NotDurableError, StorageError, shows_damage
-from ckpt.formats.native.block_hash import BLOCK_SIZE, BlockHasher
-from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
-from ckpt.formats.state import FilePlan
+from ckpt.formats.native.manifest import BLOCK_SIZE, FILE_NAME, BlockHasher, FileRecord, Manifest
+from ckpt.formats.tensors import FilePlan
 from ckpt.root.catalog import find
 from ckpt.root.verified_file import VerifiedFile
 from ckpt.root.verify import lock_patiently

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from ckpt.formats.tensor_bytes import host_bytes
+from ckpt.formats.tensors import host_bytes
 from ckpt.save.arrival import Arrival
 from ckpt.save.device_staging import DeviceBlock, Transfer
 from ckpt.save.device_streams import Device

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ckpt.errors import StateError
-from ckpt.formats.tensor_bytes import movable
+from ckpt.formats.tensors import movable
 from ckpt.save.device_room import DeviceRoom
 from ckpt.save.device_streams import copy_packed
 from ckpt.save.staging_copy import TensorCopy, flat_bytes

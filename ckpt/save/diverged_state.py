@@ -9,7 +9,7 @@ from typing import Any
 from ckpt.formats.layout import among
 from ckpt.formats.native.shard_table import ShardedState, ShardSpec, ShardTable
 from ckpt.formats.sharded_tensors import is_sharded, own_layout
-from ckpt.formats.state import FilePlan
+from ckpt.formats.tensors import FilePlan
 from ckpt.root.file_names import own_key
 from ckpt.save.captured_state import CapturedState
 

@@ -14,7 +14,7 @@ from ckpt.formats.native import documents
 from ckpt.formats.native.documents import Substitute, refuse
 from ckpt.formats.native.shard_table import ShardedState
 from ckpt.formats.sharded_tensors import ShardOutline, is_sharded, local_tensor
-from ckpt.formats.state import PartState, Unsharded
+from ckpt.formats.tensors import PartState, Unsharded
 from ckpt.save.captured_state import CapturedState, part_values
 from ckpt.save.tensor_copies import Leaves, TensorCopies
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from ckpt.formats.layout import Layout, among
 from ckpt.formats.native import documents, tensor_file
-from ckpt.formats.native.block_hash import digest
+from ckpt.formats.native.manifest import digest
 from ckpt.formats.native.shard_table import ShardedState
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor, own_layout
-from ckpt.formats.state import FilePlan, PartState
+from ckpt.formats.tensors import FilePlan, PartState
 from ckpt.root.file_names import part_of
 from ckpt.save.captured_state import CapturedState
 from ckpt.save.checksums import checksum, checksums

@@ -13,7 +13,7 @@ from ckpt.formats.native import tensor_file
 from ckpt.formats.native.shard_table import ShardedState
 from ckpt.formats.native.tensor_file import View, untie
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor
-from ckpt.formats.state import FilePlan, PartState, Shard
+from ckpt.formats.tensors import FilePlan, PartState, Shard
 from ckpt.ranks.group import MAIN
 from ckpt.root.file_names import own_key, whole_file
 

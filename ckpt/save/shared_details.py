@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.formats.native import documents
-from ckpt.formats.native.block_hash import digest as digest_of
+from ckpt.formats.native.manifest import digest as digest_of
 
 _FIELDS = ("sums", "pieces")  # of a part: checksums by name
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ckpt.formats.state import FilePlan
-from ckpt.formats.tensor_bytes import host_bytes
+from ckpt.formats.tensors import FilePlan, host_bytes
 from ckpt.save.arrival import Arrival
 from ckpt.save.device_fetch import BESIDE_TRAINING, WHILE_IT_WAITS, Fetcher
 from ckpt.save.device_room import DeviceRoom

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from ckpt.formats.state import FilePlan
-from ckpt.formats.tensor_bytes import host_bytes
+from ckpt.formats.tensors import FilePlan, host_bytes
 from ckpt.save.arrival import Arrival
 from ckpt.save.staging_copy import TensorCopy, copy_on_host
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckpt.formats.tensor_bytes import as_bytes, is_dense, is_plain, memory_size, movable
+from ckpt.formats.tensors import as_bytes, is_dense, is_plain, memory_size, movable
 
 _PART = 8 << 20  # bytes that a thread copies at a time
 

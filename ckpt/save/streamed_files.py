@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ckpt.formats.state import FilePlan
-from ckpt.formats.tensor_bytes import host_bytes
+from ckpt.formats.tensors import FilePlan, host_bytes
 from ckpt.save.device_fetch import Fetcher
 from ckpt.save.device_staging import DeviceBlock
 from ckpt.save.snapshot_layout import SnapshotLayout

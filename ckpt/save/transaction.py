@@ -16,7 +16,7 @@ import torch
 from ckpt.errors import FullError, RanksError, StorageError
 from ckpt.formats.native.documents import rank_document
 from ckpt.formats.native.manifest import FileRecord, Manifest
-from ckpt.formats.state import FilePlan
+from ckpt.formats.tensors import FilePlan
 from ckpt.ranks.consensus import Result, decide_together, first_of_each
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.liveness import format_ranks

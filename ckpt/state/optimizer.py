@@ -15,7 +15,7 @@ from torch import nn
 from ckpt.errors import UnsupportedError
 from ckpt.formats.layout import Layout, Members
 from ckpt.formats.sharded_tensors import divided, empty_like, is_sharded, local_tensor
-from ckpt.formats.state import Unsharded
+from ckpt.formats.tensors import Unsharded
 from ckpt.state import division, fsdp1
 from ckpt.state.joined_optimizer import JoinedOptimizer, without_names
 from ckpt.state.marked_shards import MarkedShards

@@ -13,7 +13,7 @@ from ckpt.errors import ConfigError, UnsupportedError
 from ckpt.formats.layout import Members
 from ckpt.formats.native.documents import is_packed, pieces
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor
-from ckpt.formats.tensor_bytes import device_obstacle
+from ckpt.formats.tensors import device_obstacle
 from ckpt.state import rng
 from ckpt.state.accumulation import Windows, holds_unsharded, obstacle
 from ckpt.state.comm_hooks import KEY as HOOKS

@@ -14,13 +14,12 @@ import torch
 from ckpt.export.source import choose_a_checkpoint, open_foreign, open_source
 from ckpt.formats.checks import damage_reported
 from ckpt.formats.native import tensor_file
-from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.documents import STATE, from_json, to_json
 from ckpt.formats.native.header import SUFFIX
-from ckpt.formats.native.manifest import FileRecord, Manifest
+from ckpt.formats.native.manifest import FileRecord, Manifest, digest
 from ckpt.formats.pieces import SLAB, PiecedTensor
 from ckpt.formats.registry import CKPT, ROOT
-from ckpt.formats.tensor_bytes import host_bytes
+from ckpt.formats.tensors import host_bytes
 from ckpt.root import catalog
 from ckpt.root.file_names import part_of
 from ckpt.root.folder import Place

@@ -24,7 +24,7 @@ from ckpt.formats.foreign.torch_save import read_file
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.pieces import PiecedTensor
-from ckpt.formats.tensor_bytes import FolderReader
+from ckpt.formats.tensors import FolderReader
 
 RNG_DEVICES = ("cuda", "xpu")
 _RANDOM, _SAMPLER, _LOADER = "random_states", "sampler", "dataloader"

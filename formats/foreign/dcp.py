@@ -27,7 +27,7 @@ from ckpt.formats.foreign.torch_save import (
 from ckpt.formats.layout import Box
 from ckpt.formats.native import tensor_file
 from ckpt.formats.pieces import Piece, PiecedTensor, check_complete
-from ckpt.formats.tensor_bytes import ByteReader, FolderReader
+from ckpt.formats.tensors import ByteReader, FolderReader
 
 METADATA = ".metadata"
 SUFFIX = ".distcp"

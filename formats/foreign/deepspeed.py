@@ -29,7 +29,7 @@ from ckpt.formats.foreign.torch_save import Described, NamesOf, read_file
 from ckpt.formats.layout import Box
 from ckpt.formats.pieces import Piece, PiecedTensor, Region
 from ckpt.formats.registry import is_engine_save
-from ckpt.formats.tensor_bytes import ByteReader, FolderReader
+from ckpt.formats.tensors import ByteReader, FolderReader
 
 
 class Stretch(NamedTuple):

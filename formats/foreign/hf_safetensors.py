@@ -23,8 +23,7 @@ from ckpt.formats.native.header import SUFFIX, TensorHeader, parsed
 from ckpt.formats.native.tensor_file import TensorFile, pieced
 from ckpt.formats.pieces import PiecedTensor, check_complete
 from ckpt.formats.registry import INDEX_SUFFIX as INDEX_SUFFIX
-from ckpt.formats.state import FilePlan
-from ckpt.formats.tensor_bytes import host_bytes, on_host, same_bytes
+from ckpt.formats.tensors import FilePlan, host_bytes, on_host, same_bytes
 
 
 class StreamedTensor(Protocol):

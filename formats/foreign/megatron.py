@@ -19,7 +19,7 @@ from ckpt.formats.foreign import dcp
 from ckpt.formats.foreign.torch_save import NamesOf, read_file
 from ckpt.formats.layout import Box
 from ckpt.formats.pieces import Piece, PiecedTensor, check_complete
-from ckpt.formats.tensor_bytes import FolderReader
+from ckpt.formats.tensors import FolderReader
 from ckpt.util.checked_json import parse_json
 
 COMMON, CONFIG = "common.pt", "metadata.json"

@@ -18,7 +18,7 @@ from ckpt.formats.foreign import WRAPPERS
 from ckpt.formats.foreign.torch_save import EVERY_NAME, Described, read_values
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.registry import LIGHTNING, TORCH
-from ckpt.formats.tensor_bytes import ByteReader
+from ckpt.formats.tensors import ByteReader
 
 _VERSION = "pytorch-lightning_version"
 _WRITTEN_AS = "2.0.0"  # the version whose form is written; Lightning migrates what later ones changed

@@ -30,7 +30,7 @@ from ckpt.formats.checks import checked_shape, checked_sizes, damage_reported, o
 from ckpt.formats.layout import Box
 from ckpt.formats.native import tensor_file
 from ckpt.formats.pieces import Piece, PiecedTensor, Region
-from ckpt.formats.tensor_bytes import ByteReader, FolderReader
+from ckpt.formats.tensors import ByteReader, FolderReader
 
 DEEPEST = 100  # levels, as of what ckpt saves
 _LONGEST_KEY = 64  # items of a tuple

@@ -32,7 +32,7 @@ from ckpt.formats.checks import Sizes
 from ckpt.formats.foreign.accelerate import RNG_DEVICES, in_memory, rng_key
 from ckpt.formats.foreign.hf_safetensors import LiveTensor, StreamedTensor
 from ckpt.formats.pieces import PiecedTensor
-from ckpt.formats.tensor_bytes import host_bytes
+from ckpt.formats.tensors import host_bytes
 
 _MEANT = (CkptError, OSError, KeyboardInterrupt)
 

@@ -32,8 +32,7 @@ from ckpt.formats.native.manifest import STATE as STATE
 from ckpt.formats.native.shard_table import ShardedState, build_table
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.sharded_tensors import is_sharded
-from ckpt.formats.state import PartState, Shard, Unsharded
-from ckpt.formats.tensor_bytes import device_obstacle, host_bytes, on_host
+from ckpt.formats.tensors import PartState, Shard, Unsharded, device_obstacle, host_bytes, on_host
 from ckpt.shown import Lines
 
 SAFE_INT = 1 << 63  # JSON readers hold integers of 64 bits at most

@@ -22,8 +22,7 @@ from ckpt.formats.native import tensor_file
 from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.native.tensor_file import SMALL, TensorFile
 from ckpt.formats.sharded_tensors import gathered, is_sharded, layout_of, local_tensor
-from ckpt.formats.state import Shard
-from ckpt.formats.tensor_bytes import narrowed
+from ckpt.formats.tensors import Shard, narrowed
 from ckpt.shown import Lines
 
 _LEAST_ENTRY = 32  # bytes of a file's header that no shard can do without

@@ -40,8 +40,7 @@ from ckpt.formats.layout import Box
 from ckpt.formats.native import header
 from ckpt.formats.native.header import BARE, KIND, SPELLINGS, Extent, Header, TensorHeader, is_bare, parsed
 from ckpt.formats.pieces import Piece, PiecedTensor, Region
-from ckpt.formats.state import FilePlan, Shard
-from ckpt.formats.tensor_bytes import ByteReader, Want, at_once, host_bytes, is_plain, on_host
+from ckpt.formats.tensors import ByteReader, FilePlan, Shard, Want, at_once, host_bytes, is_plain, on_host
 
 SPELLED: dict[torch.dtype, str] = {getattr(torch, name): spelling for name, spelling in SPELLINGS.items()}
 

@@ -20,6 +20,7 @@ from ckpt.errors import AbsentError, ConfigError, NotDurableError, StorageError,
 from ckpt.storage.base import ANY, ROOT_LOCK, Buffer, Entry, Unfinished, changed, check_key
 from ckpt.storage.local.files import (
     NOTHING_THERE,
+    WriteGroup,
     is_mostly_holes,
     is_nothing_there,
     make_directories,
@@ -27,9 +28,9 @@ from ckpt.storage.local.files import (
     open_regular,
     sync_directory,
     translated,
+    write_file,
 )
 from ckpt.storage.local.locks import LocalLocks, locked_directory
-from ckpt.storage.local.write_group import WriteGroup, write_file
 from ckpt.util.aligned_memory import ALIGNMENT, O_DIRECT, allocate_aligned, copy_bytes
 from ckpt.util.option_values import is_path, said
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ckpt import Restored, StateManager
-from ckpt.storage.local import write_group
+from ckpt.storage.local import files
 from tests.helpers.training import Counter
 
 SPREADS = ("one", "ddp", "fsdp")
@@ -40,7 +40,7 @@ class Training:
 
     def __init__(self, spread: str = "one", *, large: bool = False, rank: int = 0) -> None:
         if large:
-            write_group.BLOCK = 64 << 10  # several blocks to a file
+            files.BLOCK = 64 << 10  # several blocks to a file
         self.rank = rank
         self.net = _Net(256 if large else 24)
         self.base = nn.Linear(512, 512, bias=False).requires_grad_(False)  # large enough for a file that is linked

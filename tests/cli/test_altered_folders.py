@@ -17,9 +17,8 @@ from torch import nn
 
 import ckpt
 from ckpt.cli.main import FAULT, main
-from ckpt.formats.native.block_hash import ALGORITHM, digest
 from ckpt.formats.native.documents import STATE, rank_document
-from ckpt.formats.native.manifest import FILE_NAME, Manifest
+from ckpt.formats.native.manifest import ALGORITHM, FILE_NAME, Manifest, digest
 from tests.helpers.forgery import alter_json, write_manifest
 
 SHARDED = Path(__file__).parents[1] / "guarantees" / "written_before" / "fsdp2"

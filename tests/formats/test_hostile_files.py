@@ -18,8 +18,7 @@ from ckpt.formats.foreign.torch_save import find_tensor
 from ckpt.formats.native import header, tensor_file
 from ckpt.formats.native.documents import decode_inline
 from ckpt.formats.native.tensor_file import TensorFile, plan_file
-from ckpt.formats.state import Shard
-from ckpt.formats.tensor_bytes import Transfer, as_bytes, at_once, host_bytes
+from ckpt.formats.tensors import Shard, Transfer, as_bytes, at_once, host_bytes
 from tests.helpers.file_in_memory import FileInMemory
 from tests.helpers.forgery import alter_header, alter_json, joined, reseal, split
 from tests.helpers.torch_archives import archive, tensor

@@ -20,7 +20,7 @@ from ckpt.formats.layout import Box, Layout, check_covered, count_shards, find_f
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.formats.native.shard_table import ShardSpec, ShardTable, refuse_overlapping
 from ckpt.formats.native.tensor_file import plan_file
-from ckpt.formats.state import Shard
+from ckpt.formats.tensors import Shard
 from tests.helpers.forgery import alter_header, alter_json, reseal, write_manifest
 
 ROWS = 6

@@ -40,4 +40,4 @@ def test_the_registry_imports_no_foreign_format() -> None:
 
 
 def test_the_shared_modules_are_found() -> None:
-    assert {"ckpt.formats.pieces", "ckpt.formats.tensor_bytes", "ckpt.formats.layout"} <= set(SHARED)
+    assert {"ckpt.formats.pieces", "ckpt.formats.tensors", "ckpt.formats.layout"} <= set(SHARED)

@@ -12,8 +12,7 @@ import xxhash
 
 from ckpt.errors import DamagedError, UnsupportedError, VersionError
 from ckpt.formats.native import manifest as manifests
-from ckpt.formats.native.block_hash import BLOCK_SIZE, BlockHasher, digest, digests_of_every
-from ckpt.formats.native.manifest import FileRecord, Manifest
+from ckpt.formats.native.manifest import BLOCK_SIZE, BlockHasher, FileRecord, Manifest, digest, digests_of_every
 
 SMALL = Manifest(
     name="step-00000002",

@@ -14,8 +14,7 @@ from ckpt.formats.layout import Box, Fault, Layout
 from ckpt.formats.native.shard_table import ShardedTensors, ShardSpec, ShardTable, build_table, written_by
 from ckpt.formats.native.tensor_file import TensorFile, plan_file
 from ckpt.formats.pieces import Piece, PiecedTensor, Region
-from ckpt.formats.state import Shard
-from ckpt.formats.tensor_bytes import narrowed
+from ckpt.formats.tensors import Shard, narrowed
 from tests.helpers.file_in_memory import FileInMemory
 
 SHAPE = (7, 10)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from ckpt.errors import DamagedError, StorageError
 from ckpt.formats.native.header import ALIGNMENT
 from ckpt.formats.native.tensor_file import SPELLED, TensorFile, plan_file
-from ckpt.formats.state import Shard
+from ckpt.formats.tensors import Shard
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:ComplexHalf support is experimental", "ignore:torch.distributed is disabled"

@@ -28,8 +28,7 @@ class _Bytes:
 
 
 def _manifest(data: bytes) -> None:
-    from ckpt.formats.native.block_hash import ALGORITHM, digest
-    from ckpt.formats.native.manifest import Manifest
+    from ckpt.formats.native.manifest import ALGORITHM, Manifest, digest
 
     Manifest.from_bytes(f'{{\n "digest": "{ALGORITHM}:{digest(data)}",\n'.encode() + data, "it")
 

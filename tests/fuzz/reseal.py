@@ -6,7 +6,7 @@ import json
 import random
 from typing import Any
 
-from ckpt.formats.native.block_hash import ALGORITHM, BLOCK_SIZE, digest
+from ckpt.formats.native.manifest import ALGORITHM, BLOCK_SIZE, digest
 from tests.fuzz.mutate import alter_json, json_text
 from tests.fuzz.tree import Tree
 

@@ -30,7 +30,7 @@ def kept(names, most: int = 2, *, sync=True):
         names = copy(names, most)
     return max(names[1:])
 '''
-HASHER = "formats/native/block_hash.py"
+HASHER = "formats/native/manifest.py"
 TEST = "tests/formats/test_manifest.py::TestBlockHasher::test_it_equals_hashing_block_by_block[5]"
 
 

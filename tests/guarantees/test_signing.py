@@ -23,8 +23,7 @@ from torch import nn
 
 import ckpt
 from ckpt.cli.main import main
-from ckpt.formats.native.block_hash import digest, sha256
-from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
+from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest, digest, sha256
 from ckpt.ranks import hosts as host_names
 from ckpt.root.catalog import read_manifest
 from ckpt.root.keys import find_signing_key, new_key

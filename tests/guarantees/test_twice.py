@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ckpt
-from ckpt.formats.native.block_hash import BlockHasher
-from ckpt.formats.native.manifest import FileRecord, Manifest
+from ckpt.formats.native.manifest import BlockHasher, FileRecord, Manifest
 from ckpt.ranks import preemption
 from ckpt.ranks.preemption import Preemption
 from ckpt.root.copy import Copies

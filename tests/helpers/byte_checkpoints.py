@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
-from ckpt.formats.state import FilePlan
+from ckpt.formats.tensors import FilePlan
 from ckpt.root.catalog import find
 from ckpt.root.commit import Attempt, WrittenFile
 from ckpt.root.verify import problems

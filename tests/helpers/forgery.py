@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckpt.formats.native.block_hash import BlockHasher, digest
 from ckpt.formats.native.header import SUFFIX
-from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, FileRecord, Manifest
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, BlockHasher, FileRecord, Manifest, digest
 
 
 def write_manifest(checkpoint: Path, data: bytes) -> None:

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.formats.native.block_hash import BlockHasher, digest
-from ckpt.formats.native.manifest import FileRecord
-from ckpt.formats.tensor_bytes import Transfer, host_bytes
+from ckpt.formats.native.manifest import BlockHasher, FileRecord, digest
+from ckpt.formats.tensors import Transfer, host_bytes
 from ckpt.load import verified_read
 from ckpt.root.verified_file import StoredFile, VerifiedFile
 from ckpt.storage import MemoryStorage, Storage

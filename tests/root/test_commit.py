@@ -12,7 +12,7 @@ import pytest
 import ckpt
 from ckpt.errors import ConflictError, NotDurableError, StorageError, TransientError
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
-from ckpt.formats.state import FilePlan
+from ckpt.formats.tensors import FilePlan
 from ckpt.root.catalog import find, scan
 from ckpt.root.commit import Attempt
 from ckpt.root.deletion import sweep

@@ -15,7 +15,7 @@ import ckpt
 from ckpt.cli.main import main
 from ckpt.export.card import Training
 from ckpt.export.push import _training
-from ckpt.formats.native.block_hash import digest
+from ckpt.formats.native.manifest import digest
 from ckpt.root import history as histories
 from ckpt.root.history import HISTORY, History
 from ckpt.storage import open_storage

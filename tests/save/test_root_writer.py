@@ -11,7 +11,7 @@ import pytest
 
 import ckpt
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
-from ckpt.formats.state import FilePlan
+from ckpt.formats.tensors import FilePlan
 from ckpt.ranks.consensus import Result
 from ckpt.ranks.group import SingleProcess
 from ckpt.ranks.hosts import Hosts

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.formats.tensor_bytes import device_obstacle
+from ckpt.formats.tensors import device_obstacle
 from ckpt.state.registry import refuse_devices
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from ckpt.storage import LocalStorage
-from ckpt.storage.local.write_group import BLOCK, reserve, write_durably
+from ckpt.storage.local.files import BLOCK, reserve, write_durably
 from ckpt.util.aligned_memory import allocate_pages
 from tests.helpers.processes import interrupt
 

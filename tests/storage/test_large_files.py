@@ -14,8 +14,8 @@ import pytest
 
 from ckpt.storage import LocalStorage, StablePieces
 from ckpt.storage.local import storage as local_storage
+from ckpt.storage.local.files import BLOCK, write_durably
 from ckpt.storage.local.storage import read_scattered
-from ckpt.storage.local.write_group import BLOCK, write_durably
 from ckpt.storage.multipart import split_into_parts
 
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ckpt.compat.deepspeed import parameter_shapes
-from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.documents import to_json
+from ckpt.formats.native.manifest import digest
 from ckpt.state.deepspeed import regroup
 from ckpt.state.deepspeed.regroup import Move
 from ckpt.state.parts import LEFT, WHOLE_PART, Notes, Read, SavedTensor, UnshardedPart

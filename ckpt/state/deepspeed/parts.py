@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from ckpt.compat.deepspeed import in_window, parameter_shapes
 from ckpt.errors import MismatchError, StateError
-from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.documents import to_json
+from ckpt.formats.native.manifest import digest
 from ckpt.state.deepspeed.other_ranks import Regrouping, SavedPartitionsPart
 from ckpt.state.objects import Stateful
 from ckpt.state.parts import WHOLE_PART, Notes, Read, UnshardedPart

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ckpt.formats.layout import Box, Layout
 from ckpt.formats.sharded_tensors import gathered, is_sharded
-from ckpt.formats.tensor_bytes import narrowed
+from ckpt.formats.tensors import narrowed
 from ckpt.state.unwrap import is_partitioned
 
 
