@@ -1,4 +1,4 @@
-"""What snapshots in memory cost the training, and how fast a killed run is back: `StateManager(..., memory_every=10)`.
+"""What snapshots in memory cost the training, and how fast a killed run is back: `StateManager(..., memory=10)`.
 
     python -m benchmarks memory --root /tmp --seconds 240                                # on a GPU
     python -m benchmarks memory --device cpu --gigabytes 1.5                             # without one
@@ -39,7 +39,7 @@ from benchmarks.shared.training import LENGTH, Training
 from ckpt.memory.held_memory import memory_of
 from ckpt.memory.tier import MemoryTier
 
-SUBJECT = "ckpt memory_every"
+SUBJECT = "ckpt memory"
 RIVAL = FlashCheckpoint.name
 FIRST, LATER, NOISE = "lost, first", "lost, later", "lost, none taken"
 CALL, COMMITTED = "call returns", "committed"
@@ -202,7 +202,7 @@ def watched(tier: MemoryTier) -> Iterator[Watch]:
 def manager_of(state: State, root: Path, every: int | None) -> tuple[ckpt.StateManager, Any]:
     """A manager of this state, and its memory tier, if any."""
     both = {"model": state.model, "optimizer": state.optimizer}
-    manager = ckpt.StateManager(root, **both, memory_every=every)
+    manager = ckpt.StateManager(root, **both, memory=every)
     return manager, manager.session.memory
 
 

@@ -29,9 +29,12 @@ from ckpt.export.merge import merge as merge
 from ckpt.export.push import push_to_hub as push_to_hub
 from ckpt.load.restored import Restored as Restored
 from ckpt.manager import StateManager as StateManager
+from ckpt.options import Every as Every
+from ckpt.options import Memory as Memory
 from ckpt.options import Mirror as Mirror
 from ckpt.options import RankOptions as RankOptions
 from ckpt.options import SaveOptions as SaveOptions
+from ckpt.options import Signing as Signing
 from ckpt.root.catalog import Checkpoint as Checkpoint
 from ckpt.root.catalog import list_checkpoints as list_checkpoints
 from ckpt.root.retention import Keep as Keep

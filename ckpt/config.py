@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields
 from typing import Any
 
 from ckpt.errors import ConfigError
-from ckpt.options import Mirror, RankOptions, SaveOptions, known_options
-from ckpt.root.retention import Keep
-from ckpt.util.option_values import refuse_unknown
-
-_OBJECTS: dict[str, type] = {"keep": Keep, "mirror": Mirror, "saving": SaveOptions, "ranks": RankOptions}
+from ckpt.options import OBJECTS, ManagerOptions, Mirror
+from ckpt.util.option_values import names_of, refuse_unknown
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -28,27 +24,19 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(f"{where} is not YAML: {error}") from error
     if not isinstance(options, dict) or "root" not in options:
         raise ConfigError(f"{where} must be a mapping of options with at least 'root: ...'.")
-    refuse_unknown(where, options, {"root", *known_options()})
+    refuse_unknown(where, options, names_of(ManagerOptions))
     return {name: _built(where, name, value) for name, value in options.items()}
 
 
 def _built(where: str, name: str, value: Any) -> Any:
-    kind = _OBJECTS.get(name)
-    if kind is None or (kind is Mirror and not isinstance(value, dict)):
+    kind = OBJECTS.get(name)
+    if kind is None or value is None:
         return value
     if not isinstance(value, dict):
-        raise ConfigError(f"{where}: {name!r} must be a mapping, for example '{name}: {{{_EXAMPLES[kind]}}}'.")
-    refuse_unknown(f"{where}: {name}", value, [field.name for field in fields(kind)])
-    if "keep" in value:
-        value = {**value, "keep": _built(where, "keep", value["keep"])}
+        if kind.example:
+            raise ConfigError(f"{where}: {name!r} must be a mapping, for example '{name}: {{{kind.example}}}'.")
+        return value
+    refuse_unknown(f"{where}: {name}", value, names_of(kind))
     if kind is Mirror and "url" not in value:
-        raise ConfigError(f"{where}: 'mirror' needs a url, for example 'mirror: {{{_EXAMPLES[kind]}}}'.")
-    return kind(**value)
-
-
-_EXAMPLES = {
-    Keep: "last: 3",
-    Mirror: "url: s3://bucket/x",
-    SaveOptions: "background: false",
-    RankOptions: "timeout: 60",
-}
+        raise ConfigError(f"{where}: 'mirror' needs a url, for example 'mirror: {{url: s3://bucket/x}}'.")
+    return kind(**{inner: _built(where, inner, given) if inner == "keep" else given for inner, given in value.items()})

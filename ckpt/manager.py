@@ -19,7 +19,16 @@ from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError, MissingError, Preempted
 from ckpt.export.options import SHARD_SIZE, ExportOptions
 from ckpt.load.restored import Restored
-from ckpt.options import Mirror, RankOptions, SaveOptions, required_root, resolve_options
+from ckpt.options import (
+    Every,
+    Memory,
+    Mirror,
+    RankOptions,
+    SaveOptions,
+    Signing,
+    required_root,
+    resolve_options,
+)
 from ckpt.ranks.group import MAIN
 from ckpt.ranks.preemption import Preemption
 from ckpt.ranks.save_schedule import SaveSchedule
@@ -63,44 +72,39 @@ class StateManager:
         scaler: A GradScaler.
         dataloader: What the loop trains from. A plain `for` over it then continues where the checkpoint was, after
             `resume`; loaders that go through `batches` need not be given.
-        save_every: Steps between saves, or the time, as `"10min"`, by rank 0's clock: all save after the same step.
-        save_at_epoch_end: Save the end of every epoch of `epochs`, too.
-        save_on_exception: Save the last complete step when an exception leaves the `with` block, if nothing has changed
-            since, on all ranks; a line says why not. It costs what capturing the state takes, after every step.
+        save_every: Steps between saves, or the time, as `"10min"`; `Every` has more: the end of an epoch, an exception.
         keep: Which checkpoints are kept; None: all.
         mirror: A path, URL, storage or `Mirror` to which every committed checkpoint is copied in the background. Loads
             take the newest intact one of the two. An error is in `mirror_error`, and tried again: it stops nothing.
         storage_options: Credentials, endpoint and the like for a URL, as its fsspec filesystem takes them.
         saving: How checkpoints are captured and written.
         ranks: How the ranks of a job meet, and stop.
-        memory_every: Steps between snapshots in the hosts' memory, from which a restart on the same machines resumes.
-        memory_rescue: Save the newest of these to the root when nobody restarts the run.
-        memory_replicas: 1: the next host keeps a copy of them, with which the loss of a machine is cured, too.
-        sign: An Ed25519 private key (path or text of a PEM file) that signs every checkpoint; False: none.
-        verify_key: Public keys that are trusted beside the own one. Both default to the environment.
-        require_signed: Refuse whatever none of these keys has signed; `resume` passes over it like a damaged one.
+        memory: Steps between snapshots in the hosts' memory, from which a restart on the same machines resumes, or a
+            `Memory`.
+        signing: Which key signs the checkpoints, and whose signatures are believed; None: as the environment says.
     """
 
     def __init__(
         self, root: str | os.PathLike[str] | Storage | None = None, *unnamed: Any, accelerator: Any = None,
         model: Any = None, optimizer: Any = None, scheduler: Any = None, scaler: Any = None, dataloader: Any = None,
-        save_every: int | str | None = None, save_at_epoch_end: bool = False, save_on_exception: bool = False,
-        keep: Keep | None = None, mirror: str | os.PathLike[str] | Storage | Mirror | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        saving: SaveOptions | None = None, ranks: RankOptions | None = None,
-        memory_every: int | None = None, memory_rescue: bool = False, memory_replicas: int = 0,
-        sign: str | os.PathLike[str] | bool | None = None, verify_key: str | os.PathLike[str] | None = None,
-        require_signed: bool = False, **unknown: Any,
+        save_every: int | str | Every | None = None, keep: Keep | None = None,
+        mirror: str | os.PathLike[str] | Storage | Mirror | None = None,
+        storage_options: Mapping[str, Any] | None = None, saving: SaveOptions | None = None,
+        ranks: RankOptions | None = None, memory: int | Memory | None = None, signing: Signing | None = None,
+        **unknown: Any,
     ) -> None:  # fmt: skip
         refuse_unnamed(root, unnamed)
-        given = {"save_every": save_every, "keep": keep, "mirror": mirror, "storage_options": storage_options}
-        memory = {"memory_every": memory_every, "memory_rescue": memory_rescue, "memory_replicas": memory_replicas}
-        keys = {"sign": sign, "verify_key": verify_key, "require_signed": require_signed}
-        given |= {"save_at_epoch_end": save_at_epoch_end, "save_on_exception": save_on_exception}
-        others = {"saving": saving, "ranks": ranks, **memory, **keys, **unknown}
+        given: dict[str, Any] = {
+            "root": root,
+            "save_every": save_every,
+            "keep": keep,
+            "mirror": mirror,
+            "saving": saving,
+        }
+        given |= {"storage_options": storage_options, "ranks": ranks, "memory": memory, "signing": signing}
         objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
         objects["dataloader"] = dataloader
-        options = resolve_options({**given, **others}, root=root, objects=("root", "accelerator", *objects))
+        options = resolve_options({**given, **unknown}, objects=("accelerator", *objects))
         source = find_source(accelerator, **objects)
         where = required_root(source.root if root is None else root)
         self._session = session = Session(where, source, options)
@@ -208,21 +212,21 @@ class StateManager:
     def epochs(self, total: int) -> Iterator[int]:
         """The epochs that are left of `total`. Goes on where the last run stopped, or starts afresh.
 
-        When they are done and `save_every` or `save_at_epoch_end` is set, the final state is saved: as `step-00001000`,
-        or, where the last step was saved already, as `step-00001000-end`, with what the end of the epoch has changed.
-        With `save_at_epoch_end`, so is the state at the end of every epoch, before the next one begins.
+        When they are done and `save_every` is set, the final state is saved: as `step-00001000`, or, where the last
+        step was saved already, as `step-00001000-end`, with what the end of the epoch has changed. With
+        `Every(epoch_end=True)`, so is the state at the end of every epoch, before the next one begins.
         """
         self._start()
-        session = self._session
+        session, when = self._session, self._session.options.save_every
         ended = False
         self._say_if_complete(total)
         for epoch in session.loop.epochs(total):
-            if ended and session.options.save_at_epoch_end:
+            if ended and when.epoch_end:
                 session.save_end()
             yield epoch
             ended = True
         session.preemption.close()
-        if session.options.save_every or session.options.save_at_epoch_end:
+        if when.period or when.epoch_end:
             session.save_end()
 
     def _say_if_complete(self, total: int) -> None:

@@ -4,29 +4,95 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
+
+import torch.distributed as dist
 
 from ckpt.errors import ConfigError
-from ckpt.option_checks import MUST_BE, is_place, problems, refuse
 from ckpt.root.mirror_wait import AT_END, AT_START, MirrorPatience
 from ckpt.root.open import open_tiers
 from ckpt.root.retention import Keep
+from ckpt.save.capture import LAYOUTS
+from ckpt.save.finite_guard import ON_NAN
 from ckpt.storage import Staging, Storage
-from ckpt.util import option_values as check
-from ckpt.util.option_values import parse_size
+from ckpt.storage.urls import is_storage
+from ckpt.util.option_values import (
+    Duration,
+    Flag,
+    Maybe,
+    Must,
+    Options,
+    Seconds,
+    Settings,
+    Size,
+    Steps,
+    is_count,
+    is_kind,
+    is_one_of,
+    is_path,
+    is_rate,
+    names_of,
+    one_of,
+    parse_duration,
+    parse_size,
+    problems,
+    refuse,
+    refuse_unknown,
+)
 
 
-class _Checked(check.KnownFields):
-    """An option object that refuses nonsense when it is built, and names every offender at once."""
+def _is_place(value: Any) -> bool:
+    return is_path(value) or is_storage(value)
 
-    def __post_init__(self) -> None:
-        values = {option.name: getattr(self, option.name) for option in fields(self)}  # type: ignore[arg-type]
-        refuse(type(self).__name__, problems(values))
+
+def _is_group(value: Any) -> bool:
+    if value is None or not dist.is_available():
+        return value is None
+    return isinstance(value, dist.ProcessGroup) or value is dist.GroupMember.NON_GROUP_MEMBER
+
+
+def _is_key(value: Any) -> bool:
+    return isinstance(value, bool) or is_path(value)
+
+
+Place = Annotated[str | os.PathLike[str] | Storage, Must(_is_place, "a path, a URL or a storage")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveOptions(_Checked):
+class Every(Options):
+    """When a run saves by itself; `save_every=500` and `save_every="10min"` say the first two.
+
+        StateManager("runs/x", save_every=ckpt.Every(steps=500, epoch_end=True, exception=True), ...)
+
+    Args:
+        steps: After every so many steps.
+        time: When so much time has passed since the last save or load, by rank 0's clock, as `"10min"`, `"90s"` or
+            `"1h30min"`: all ranks save after the same step.
+        epoch_end: At the end of every epoch of `epochs`.
+        exception: When an exception leaves the `with` block: the last complete step, if nothing has changed since, on
+            all ranks; a line says why not. It costs what capturing the state takes, after every step.
+    """
+
+    steps: Steps | None = None
+    time: Duration | None = None
+    epoch_end: Flag = False
+    exception: Flag = False
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        if is_count(value):
+            return cls(steps=value)
+        return cls(time=value) if parse_duration(value) is not None else value
+
+    @property
+    def period(self) -> int | str | None:
+        """The steps or the time between saves; None if the loop's end and its failures alone are saved, or nothing."""
+        return self.steps or self.time
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions(Options):
     """How checkpoints are captured and written.
 
     Args:
@@ -50,15 +116,17 @@ class SaveOptions(_Checked):
             None does not look. Each rank looks on the device, and all do the same.
     """
 
-    layout: str = "auto"
-    gradients: bool | None = None
-    background: bool = True
-    when_busy: str = "wait"
-    host_memory: int | str | None = None
-    device_memory: int | str | None = None
-    read_back: bool | None = None
-    sha256: bool = False
-    on_nan: str | None = None
+    layout: Annotated[str, one_of(*LAYOUTS)] = "auto"
+    gradients: Maybe = None
+    background: Flag = True
+    when_busy: Annotated[str, one_of("wait", "skip", "replace")] = "wait"
+    host_memory: Size | None = None
+    device_memory: Size | None = None
+    read_back: Maybe = None
+    sha256: Flag = False
+    on_nan: Annotated[str, one_of(*ON_NAN)] | None = None
+
+    example = "background: false"
 
     @property
     def host_memory_bytes(self) -> int | None:
@@ -74,7 +142,7 @@ def _in_bytes(size: int | str | None) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankOptions(_Checked):
+class RankOptions(Options):
     """How the ranks of a job meet, and stop.
 
     Args:
@@ -96,22 +164,26 @@ class RankOptions(_Checked):
             0.
     """
 
-    timeout: float = 300.0
-    shared: bool | None = None
-    broadcast: bool | None = None
-    handle_sigterm: bool = True
-    handle_sigint: bool = False
-    save_on_sigusr1: bool = False
-    grace: float | None = None
-    alone: bool = False
-    process_group: Any = None
+    timeout: Seconds = 300.0
+    shared: Maybe = None
+    broadcast: Maybe = None
+    handle_sigterm: Flag = True
+    handle_sigint: Flag = False
+    save_on_sigusr1: Flag = False
+    grace: Seconds | None = None
+    alone: Flag = False
+    process_group: Annotated[Any, Must(_is_group, "a process group, as torch.distributed.new_group returns it")] = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    example = "timeout: 60"
+
+    def contradictions(self, wrong: Collection[str]) -> list[str]:
+        if wrong:
+            return []
         if self.grace is not None and not (self.handle_sigterm or self.handle_sigint):
-            refuse("RankOptions", [f"grace={self.grace:g} bounds the save after SIGTERM: it needs handle_sigterm=True"])
+            return [f"grace={self.grace:g} bounds the save after SIGTERM: it needs handle_sigterm=True"]
         if self.alone and self.process_group is not None:
-            refuse("RankOptions", ["alone=True and process_group=... name different ranks: give one of them"])
+            return ["alone=True and process_group=... name different ranks: give one of them"]
+        return []
 
     @property
     def meeting(self) -> dict[str, Any]:
@@ -119,8 +191,11 @@ class RankOptions(_Checked):
         return {"timeout": self.timeout, "alone": self.alone, "process_group": self.process_group}
 
 
+_Keep = Annotated[Keep, Must(is_kind(Keep), "a ckpt.Keep, for example Keep(last=3)")]
+
+
 @dataclass(frozen=True)
-class Mirror(_Checked):
+class Mirror(Options):
     """A second storage to which every committed checkpoint is copied in the background.
 
         StateManager("runs/x", mirror=ckpt.Mirror("s3://bucket/x", keep=ckpt.Keep(last=10), bandwidth="50MB"), ...)
@@ -139,13 +214,17 @@ class Mirror(_Checked):
         storage_options: Credentials, endpoint and the like for this URL; None: those of the manager.
     """
 
-    url: str | os.PathLike[str] | Storage
-    keep: Keep | None = None
-    bandwidth: float | str | None = None
-    backlog: int = 2
-    at_start: float = AT_START
-    at_end: float = AT_END
-    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    url: Place
+    keep: _Keep | None = None
+    bandwidth: Annotated[float | str, Must(is_rate, "bytes per second, as '50MB'")] | None = None
+    backlog: Annotated[int, Must(is_count, "a number of checkpoints, 1 or more")] = 2
+    at_start: Seconds = AT_START
+    at_end: Seconds = AT_END
+    storage_options: Settings | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        return cls(value) if _is_place(value) else value
 
     @property
     def bytes_per_second(self) -> float | None:
@@ -158,33 +237,74 @@ class Mirror(_Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Memory(Options):
+    """Snapshots in the hosts' memory, from which a restart on the same machines resumes; `memory=10` says the first.
+
+    Args:
+        every: Steps between snapshots.
+        rescue: Save the newest of these to the root when nobody restarts the run.
+        replicas: 1: the next host keeps a copy of them, with which the loss of a machine is cured, too.
+    """
+
+    every: Steps = 10
+    rescue: Flag = False
+    replicas: Annotated[int, Must(is_one_of(0, 1), "0 or 1: how many other hosts keep a copy")] = 0
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        return cls(every=value) if is_count(value) else value
+
+
+_File = str | os.PathLike[str]
+_PrivateKey = Annotated[_File | bool, Must(_is_key, "a path of a PEM file, its text, or False", secret=True)]
+_PublicKeys = Annotated[_File, Must(is_path, "a path of a PEM file, or its text", secret=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signing(Options):
+    """Who signs the checkpoints of a run, and whose signatures it believes. Without it, the environment says so.
+
+    Args:
+        key: An Ed25519 private key (path or text of a PEM file) that signs every checkpoint; None: that of
+            `CKPT_SIGN_KEY`, if it is set; True: the same, which must be set; False: none.
+        verify_key: Public keys that are trusted beside the own one; None: those of `CKPT_VERIFY_KEY`.
+        required: Refuse whatever none of these keys has signed; `resume` passes over it like a damaged one.
+    """
+
+    key: _PrivateKey | None = field(default=None, repr=False)
+    verify_key: _PublicKeys | None = field(default=None, repr=False)
+    required: Flag = False
+
+    example = "key: run.key"
+
+
+_STEPS = "a number of steps, 1 or more"
+
+
+def _a(kind: type[Options], plain: str = "") -> Must:
+    """An option object, or the plain values that may stand for it."""
+    return Must(is_kind(kind), f"{plain}, or a ckpt.{kind.__name__}" if plain else f"a ckpt.{kind.__name__}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ManagerOptions:
     """All options of a manager, checked."""
 
-    save_every: int | str | None = None
-    save_at_epoch_end: bool = False
-    save_on_exception: bool = False
-    keep: Keep | None = None
-    mirror: Mirror | None = None
-    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
-    saving: SaveOptions = field(default_factory=SaveOptions)
-    ranks: RankOptions = field(default_factory=RankOptions)
-    memory_every: int | None = None
-    memory_rescue: bool = False
-    sign: str | os.PathLike[str] | bool | None = field(default=None, repr=False)
-    verify_key: str | os.PathLike[str] | None = field(default=None, repr=False)
-    require_signed: bool = False
-    memory_replicas: int = 0
+    root: Place | None = None
+    save_every: Annotated[Every, _a(Every, f"{_STEPS}, a time, as '10min', '90s' or '2h'")] = Every()
+    keep: _Keep | None = None
+    mirror: Annotated[Mirror, _a(Mirror, "a path, a URL, a storage")] | None = None
+    storage_options: Settings | None = field(default=None, repr=False)
+    saving: Annotated[SaveOptions, _a(SaveOptions)] = SaveOptions()
+    ranks: Annotated[RankOptions, _a(RankOptions)] = RankOptions()
+    memory: Annotated[Memory, _a(Memory, _STEPS)] | None = None
+    signing: Annotated[Signing, _a(Signing)] = Signing()
 
     @property
-    def memory(self) -> dict[str, Any]:
+    def tier(self) -> dict[str, Any]:
         """The options of the memory tier, as `build_tier` takes them."""
-        return {
-            "every": self.memory_every,
-            "storage_options": self.storage_options,
-            "rescue": self.memory_rescue,
-            "replicas": self.memory_replicas,
-        }
+        memory = asdict(self.memory) if self.memory is not None else {"every": None, "rescue": False, "replicas": 0}
+        return {"storage_options": self.storage_options, **memory}
 
     @property
     def patience(self) -> MirrorPatience:
@@ -201,41 +321,40 @@ class ManagerOptions:
         return tiers
 
 
+OBJECTS: dict[str, type[Options]] = {  # the options that are objects; some of them may be given as a plain value
+    "save_every": Every,
+    "keep": Keep,
+    "mirror": Mirror,
+    "saving": SaveOptions,
+    "ranks": RankOptions,
+    "memory": Memory,
+    "signing": Signing,
+}
+
+
 def resolve_options(
-    options: Mapping[str, Any], what: str = "StateManager", *, root: Any = None, objects: Collection[str] = ()
+    options: Mapping[str, Any], what: str = "StateManager", *, objects: Collection[str] = ()
 ) -> ManagerOptions:
-    """The options of a manager from keywords. The `root` is checked with them: all nonsense is named at once.
+    """The options of a manager from keywords. All nonsense is named at once.
 
     `objects`: what else may be given by name, for the error that names what may not.
     """
-    check.refuse_unknown(what, options, known_options() | {*objects}, _inside())
-    given = {name: value for name, value in options.items() if value is not None}
-    if is_place(given.get("mirror")):
-        given["mirror"] = Mirror(given["mirror"])
-    refuse(what, problems({"root": root, **given}))
+    refuse_unknown(what, options, {*names_of(ManagerOptions), *objects}, inside())
+    plain = {name: value for name, value in options.items() if value is not None}
+    given = {name: OBJECTS[name].of(value) if name in OBJECTS else value for name, value in plain.items()}
+    refuse(what, problems(ManagerOptions, given).values())
     return ManagerOptions(**given)
 
 
-def known_options() -> set[str]:
-    """The names of all options."""
-    return {option.name for option in fields(ManagerOptions)}
-
-
-def _inside() -> dict[str, str]:
-    """The options of option objects, each with how it is written."""
-    classes = {"saving": SaveOptions, "ranks": RankOptions}
-    return {
-        option.name: f"{into}=ckpt.{kind.__name__}({option.name}=...)"
-        for into, kind in classes.items()
-        for option in fields(kind)
-    }
-
-
-MUST_BE |= {
-    "mirror": (check.optional(check.is_kind(Mirror)), "a path, a URL, a storage or a ckpt.Mirror"),
-    "saving": (check.is_kind(SaveOptions), "a ckpt.SaveOptions"),
-    "ranks": (check.is_kind(RankOptions), "a ckpt.RankOptions"),
-}
+def inside() -> dict[str, str]:
+    """The options of option objects, with how each is written, for whoever writes `rescue` or `memory_rescue`."""
+    found: dict[str, str] = {}
+    for into, kind in OBJECTS.items():
+        for name in names_of(kind):
+            written = f"{into}=ckpt.{kind.__name__}({name}=...)"
+            found.setdefault(name, written)
+            found[f"{into}_{name}"] = written
+    return found
 
 
 def required_root(root: Any) -> Any:

@@ -56,7 +56,7 @@ class Session:
         self.options = options
         self.source = source
         self.keep = source.keep if options.keep is None else options.keep
-        seal, self.trust = open_keys(options, sha256=options.saving.sha256)
+        seal, self.trust = open_keys(options.signing, sha256=options.saving.sha256)
         self.tiers = options.open_tiers(root)
         self.storage = self.tiers[0]
         self.patience = options.patience
@@ -65,19 +65,19 @@ class Session:
         writer = RootWriter(self.storage, self.ranks, self.keep, self.mirror, hosts, seal=seal)
         snapshots = Snapshots(options.saving.host_memory_bytes, options.saving.device_memory_bytes)
         self.saver = Saver(writer, snapshots, options.saving.read_back)
-        self.memory = build_tier(self.saver, **options.memory)
+        self.memory = build_tier(self.saver, **options.tier)
         self.preemption = build_preemption(options.ranks, self.ranks, self.patience)
-        self.schedule = SaveSchedule(self.ranks, options.save_every, on_sigusr1=options.ranks.save_on_sigusr1)
+        when = options.save_every
+        self.schedule = SaveSchedule(self.ranks, when.steps, when.time, on_sigusr1=options.ranks.save_on_sigusr1)
         self.loop = Loop(self.ranks, source.loaders)
         self.registry = build_registry(source, options.saving.gradients, self.loop, self.ranks)
         self.guard = FiniteGuard(self.ranks, self.registry, options.saving.on_nan)
-        kept = options.save_on_exception
-        self.boundary = LastBoundary(self.ranks, self.registry, self.guard.problem_here) if kept else None
+        self.boundary = LastBoundary(self.ranks, self.registry, self.guard.problem_here) if when.exception else None
         self.loader = self._build_loader(hosts)
         self.registry.refresh()
         connect_loop(self.loop, self.registry, source)
         self.loop.at_boundary = weakly(self.take_due)
-        self.unmanaged = UnmanagedWatch(self.registry, self.loop.caveats, options.save_every)
+        self.unmanaged = UnmanagedWatch(self.registry, self.loop.caveats, when.period)
         self.loop.on_training = weakly(self.unmanaged.trained)
         self.metrics: dict[str, Any] = {}
         self.restored: Restored | None = None

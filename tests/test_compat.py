@@ -46,9 +46,8 @@ def train(root: Path, model: nn.Module) -> ckpt.Restored | None:
     """Two steps of a run that continues, saved."""
     optimizer = torch.optim.AdamW(model.parameters())
     loader = DataLoader(Numbers(), batch_size=2)
-    with ckpt.StateManager(
-        root, model=model, optimizer=optimizer, dataloader=loader, save_on_exception=True
-    ) as manager:
+    when = ckpt.Every(exception=True)
+    with ckpt.StateManager(root, model=model, optimizer=optimizer, dataloader=loader, save_every=when) as manager:
         restored = manager.resume()
         for _ in manager.epochs(1):
             for batch in manager.batches(loader):

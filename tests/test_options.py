@@ -1,9 +1,10 @@
-"""The options of a manager: refused at once if they make no sense, and old spellings of them work for a version."""
+"""The options of a manager: refused at once if they make no sense, all of them in one error."""
 
 from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,40 +15,45 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.option_checks import problems, refuse
-from ckpt.options import resolve_options
+from ckpt.options import ManagerOptions, resolve_options
 from ckpt.storage import MemoryStorage
 from ckpt.util.option_values import parse_size
 
 NONSENSE: dict[str, Any] = {
     "save_every": "10 minuets",
-    "save_at_epoch_end": 1,
-    "save_on_exception": "yes",
     "keep": 3,
     "mirror": 7,
     "storage_options": "key",
     "saving": {"layout": "full"},
     "ranks": 30.0,
-    "memory_every": 0,
-    "memory_rescue": "yes",
-    "memory_replicas": 2,
-    "sign": 5,
-    "verify_key": True,
-    "require_signed": "yes",
+    "memory": 0,
+    "signing": "run.key",
 }
-ONCE_KEYWORDS: dict[str, Any] = {
-    "layout": "whole", "gradients": "yes", "background": 1, "when_busy": "later", "host_memory": "8 elephants",
-}  # fmt: skip
+NONSENSE_OF_EVERY: dict[str, Any] = {"steps": 0, "time": "soon", "epoch_end": 1, "exception": "yes"}
+NONSENSE_OF_MEMORY: dict[str, Any] = {"every": 0, "rescue": "yes", "replicas": 2}
+NONSENSE_OF_SIGNING: dict[str, Any] = {"key": 5, "verify_key": True, "required": "yes"}
 NONSENSE_OF_SAVES: dict[str, Any] = {
-    **ONCE_KEYWORDS,
+    "layout": "whole",
+    "gradients": "yes",
+    "background": 1,
+    "when_busy": "later",
+    "host_memory": "8 elephants",
     "device_memory": "much",
     "read_back": "maybe",
     "sha256": "yes",
     "on_nan": "die",
 }
-ONCE_OF_RANKS: dict[str, Any] = {"timeout": float("nan"), "shared": "no", "broadcast": 0, "handle_sigterm": None}
-SIGNALS: dict[str, Any] = {"handle_sigint": 1, "save_on_sigusr1": "yes", "grace": 0}
-NONSENSE_OF_RANKS: dict[str, Any] = {**ONCE_OF_RANKS, **SIGNALS, "alone": 1, "process_group": 5}
+NONSENSE_OF_RANKS: dict[str, Any] = {
+    "timeout": float("nan"),
+    "shared": "no",
+    "broadcast": 0,
+    "handle_sigterm": None,
+    "handle_sigint": 1,
+    "save_on_sigusr1": "yes",
+    "grace": 0,
+    "alone": 1,
+    "process_group": 5,
+}
 
 
 def test_every_argument_that_is_an_option_is_checked() -> None:
@@ -74,14 +80,23 @@ def test_a_manager_names_every_option_that_makes_no_sense_at_once(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("kind", "wrong"), [(ckpt.SaveOptions, NONSENSE_OF_SAVES), (ckpt.RankOptions, NONSENSE_OF_RANKS)]
+    ("kind", "wrong"),
+    [
+        (ckpt.SaveOptions, NONSENSE_OF_SAVES),
+        (ckpt.RankOptions, NONSENSE_OF_RANKS),
+        (ckpt.Every, NONSENSE_OF_EVERY),
+        (ckpt.Memory, NONSENSE_OF_MEMORY),
+        (ckpt.Signing, NONSENSE_OF_SIGNING),
+    ],
 )
 def test_an_option_object_names_every_offender_when_it_is_built(kind: type, wrong: dict[str, Any]) -> None:
     assert inspect.signature(kind).parameters.keys() == wrong.keys()
     with pytest.raises(ckpt.ConfigError) as raised:
         kind(**wrong)
     assert str(raised.value).startswith(f"{kind.__name__}: ")
-    assert [f"{name}={value!r}" in str(raised.value) for name, value in wrong.items()] == [True] * len(wrong)
+    secret = {"key": "a int", "verify_key": "a bool"}
+    shown = [f"{name}={secret.get(name, repr(value))} must be" for name, value in wrong.items()]
+    assert [name in str(raised.value) for name in shown] == [True] * len(wrong)
 
 
 class Mute:
@@ -104,11 +119,14 @@ ODD: list[Any] = [
 OPTIONS = [
     *((ckpt.SaveOptions, name) for name in NONSENSE_OF_SAVES),
     *((ckpt.RankOptions, name) for name in NONSENSE_OF_RANKS),
+    *((ckpt.Every, name) for name in NONSENSE_OF_EVERY),
+    *((ckpt.Memory, name) for name in NONSENSE_OF_MEMORY),
+    *((ckpt.Signing, name) for name in NONSENSE_OF_SIGNING),
     *((ckpt.Keep, name) for name in inspect.signature(ckpt.Keep).parameters),
     *((ckpt.Mirror, name) for name in inspect.signature(ckpt.Mirror).parameters),
     *((ckpt.StateManager, name) for name in ("root", *NONSENSE)),
 ]
-MEANT = {"metric": "", **dict.fromkeys(("root", "mirror", "url", "sign", "verify_key"), TOO_LARGE)}  # no nonsense
+MEANT = {"metric": "", **dict.fromkeys(("root", "mirror", "url", "key", "verify_key"), TOO_LARGE)}  # no nonsense
 
 
 @pytest.mark.parametrize(("kind", "name"), OPTIONS)
@@ -129,10 +147,30 @@ def test_whatever_makes_no_sense_is_refused_by_name(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["save_every", "memory_every", "host_memory", "device_memory", "timeout", "backlog"])
-def test_true_is_no_number(name: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (resolve_options, "save_every"),
+        (resolve_options, "memory"),
+        (ckpt.Every, "steps"),
+        (ckpt.Memory, "replicas"),
+        (ckpt.SaveOptions, "host_memory"),
+        (ckpt.SaveOptions, "device_memory"),
+        (ckpt.RankOptions, "timeout"),
+    ],
+)
+def test_true_is_no_number(kind: Callable[..., Any], name: str) -> None:
     with pytest.raises(ckpt.ConfigError, match=f"{name}=True"):
-        refuse("StateManager", problems({name: True}))
+        kind({name: True}) if kind is resolve_options else kind(**{name: True})
+
+
+def test_a_plain_value_stands_for_an_option_object() -> None:
+    options = resolve_options({"save_every": 500, "memory": 10, "mirror": "there"})
+    assert options.save_every == ckpt.Every(steps=500)
+    assert options.memory == ckpt.Memory(every=10)
+    assert options.mirror == ckpt.Mirror("there")
+    assert resolve_options({"save_every": "10min"}).save_every == ckpt.Every(time="10min")
+    assert resolve_options({}) == ManagerOptions()
 
 
 def test_what_may_be_a_secret_is_not_shown(tmp_path: Path) -> None:
@@ -241,11 +279,21 @@ def test_an_option_that_does_not_exist_is_refused_with_the_nearest_that_does(tmp
     assert isinstance(raised.value, ckpt.ConfigError)
 
 
-def test_an_option_of_an_option_object_is_refused_with_how_it_is_written() -> None:
-    with pytest.raises(
-        TypeError, match=r"no option 'read_back' \(write saving=ckpt\.SaveOptions\(read_back=\.\.\.\)\)"
-    ):
-        resolve_options({"read_back": True})
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("read_back", "saving=ckpt.SaveOptions(read_back=...)"),
+        ("memory_rescue", "memory=ckpt.Memory(rescue=...)"),
+        ("memory_every", "memory=ckpt.Memory(every=...)"),
+        ("save_at_epoch_end", "save_every=ckpt.Every(epoch_end=...)"),
+        ("save_on_exception", "save_every=ckpt.Every(exception=...)"),
+        ("verify_key", "signing=ckpt.Signing(verify_key=...)"),
+        ("require_signed", "signing=ckpt.Signing(required=...)"),
+    ],
+)
+def test_an_option_of_an_option_object_is_refused_with_how_it_is_written(name: str, written: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"no option {name!r} (write {written})")):
+        resolve_options({name: True})
 
 
 @pytest.fixture
@@ -281,6 +329,7 @@ class TestYaml:
         text = (
             f"root: {tmp_path}/run\nkeep: {{last: 2}}\nsaving: {{host_memory: 8GB, when_busy: skip}}\n"
             f"ranks: {{timeout: 7}}\nmirror: {{url: {tmp_path}/mirror, keep: {{last: 9}}, backlog: 4}}\n"
+            "save_every: {steps: 5, epoch_end: true}\nmemory: 10\nsigning: {key: false}\n"
         )
         with self.read(tmp_path, text) as manager:
             options = manager.session.options
@@ -288,6 +337,9 @@ class TestYaml:
         assert options.ranks == ckpt.RankOptions(timeout=7)
         assert options.mirror == ckpt.Mirror(f"{tmp_path}/mirror", keep=ckpt.Keep(last=9), backlog=4)
         assert options.keep == ckpt.Keep(last=2)
+        assert options.save_every == ckpt.Every(steps=5, epoch_end=True)
+        assert options.memory == ckpt.Memory(every=10)
+        assert options.signing == ckpt.Signing(key=False)
 
     @pytest.mark.parametrize(
         ("line", "said"),
@@ -296,6 +348,9 @@ class TestYaml:
             ("ranks: 30", "'ranks' must be a mapping, for example 'ranks: {timeout: 60}'"),
             ("mirror: {keep: {last: 3}}", "'mirror' needs a url"),
             ("mirror: {url: x, keep: 3}", "'keep' must be a mapping"),
+            ("save_every: {step: 5}", r"save_every has no option 'step' \(did you mean 'steps'\?\)"),
+            ("memory: 0", "memory=0 must be a number of steps, 1 or more, or a ckpt.Memory"),
+            ("signing: run.key", "'signing' must be a mapping, for example 'signing: {key: run.key}'"),
             ("save_evry: 5", "did you mean 'save_every'"),
         ],
     )

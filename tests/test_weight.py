@@ -9,7 +9,7 @@ import pytest
 from tests import weight
 
 PRIVATE_NAMES = 67
-ARGUMENTS = 21
+ARGUMENTS = 15
 CROSSED = {"save": 87, "resume": 100, "steps": 25}
 
 

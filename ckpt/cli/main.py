@@ -25,7 +25,7 @@ COMMANDS = {
     "convert": "Convert a checkpoint between formats.",
     "demo": "Train, kill it in the middle of a save, resume, and compare.",
     "diff": "Say which tensors and values differ between FIRST and SECOND.",
-    "key": "Keys that sign checkpoints: see StateManager(sign=...) and 'ckpt verify --key'.",
+    "key": "Keys that sign checkpoints: see ckpt.Signing(key=...) and 'ckpt verify --key'.",
     "ls": "List the checkpoints below ROOT, the newest first; of a folder of several roots, the roots.",
     "memory": "Snapshots that runs hold in the memory of this machine.",
     "merge": "Merge the sharded checkpoint at SOURCE into one safetensors file.",

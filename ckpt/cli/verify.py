@@ -124,7 +124,7 @@ def _signed_by(manifest: Manifest) -> str:
 
 @click.group()
 def key() -> None:
-    """Keys that sign checkpoints: see StateManager(sign=...) and 'ckpt verify --key'.
+    """Keys that sign checkpoints: see ckpt.Signing(key=...) and 'ckpt verify --key'.
 
     \b
     ckpt key new ~/.ckpt/run.pem
@@ -138,6 +138,6 @@ def new(path: str) -> None:
     from ckpt.root.keys import find_verify_keys, new_key, shown
 
     public = new_key(path)
-    echo(f"{path}: keep it secret, and give it to the run: StateManager(sign={path!r}) or CKPT_SIGN_KEY")
+    echo(f"{path}: keep it secret, and give it to the run: ckpt.Signing(key={path!r}) or CKPT_SIGN_KEY")
     echo(f"{public}: give it to whoever loads: --key, verify_key= or CKPT_VERIFY_KEY")
     echo(f"named {shown(find_verify_keys(public))} in messages")

@@ -16,9 +16,9 @@ from ckpt.compat.private import Private
 VERSION = Private(
     "torch.Tensor._version",
     since="2.8",
-    use="whether a tensor has changed since: gradients after a step, all state before `save_on_exception`",
-    without="ckpt cannot tell whether a tensor has changed: save_on_exception saves nothing, and gradients that a step "
-    "has not used yet are not noticed.",
+    use="whether a tensor has changed since: gradients after a step, all state before `Every(exception=True)` saves it",
+    without="ckpt cannot tell whether a tensor has changed: Every(exception=True) saves nothing, and gradients that a "
+    "step has not used yet are not noticed.",
 )
 CHILDREN = Private(
     "torch.nn.Module._modules",

@@ -286,8 +286,8 @@ def load_model(
             a checkpoint of ours.
         storage_options: For a URL, as for `StateManager`: `{"token": ...}` for the Hub.
         timeout: Seconds that ranks wait for each other.
-        verify_key: As for the manager; files without a manifest are then refused.
-        require_signed: The same.
+        verify_key: As of `Signing`; files without a manifest are then refused.
+        require_signed: As `required` of `Signing`.
 
     Returns:
         What was skipped or is not exactly as it was saved, with the reasons.

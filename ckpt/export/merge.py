@@ -50,8 +50,8 @@ def merge(
         part: Which part, where it is not the model.
         format: Which one to read, where a folder holds saves in several formats: `"deepspeed"`, `"hf"`.
         storage_options: Credentials and the like, for URLs on both sides.
-        verify_key: As for the manager.
-        require_signed: As for the manager.
+        verify_key: As of `Signing`.
+        require_signed: As `required` of `Signing`.
 
     Returns:
         The URLs of what was written.

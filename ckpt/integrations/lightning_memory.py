@@ -115,5 +115,5 @@ def _refuse_hosts(trainer: Trainer) -> None:
     if trainer.num_nodes > 1 or int(os.environ.get("LOCAL_WORLD_SIZE", trainer.world_size)) < trainer.world_size:
         raise ConfigError(
             "CkptMemory: the ranks are on several hosts, and only the first has Lightning's checkpoints in its memory. "
-            "Leave it out, or write the loop with StateManager(memory_every=..., memory_replicas=1)."
+            "Leave it out, or write the loop with StateManager(memory=ckpt.Memory(replicas=1))."
         )

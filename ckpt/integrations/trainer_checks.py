@@ -10,24 +10,22 @@ import transformers
 from transformers import Trainer
 
 from ckpt.errors import ConfigError
-from ckpt.options import known_options
+from ckpt.options import ManagerOptions, inside
 from ckpt.state.objects import KINDS
-from ckpt.util.option_values import refuse_unknown
+from ckpt.util.option_values import names_of, refuse_unknown
 
-_DECIDED_ELSEWHERE = {  # by the Trainer and its arguments
-    "self", "root", "save_every", "save_at_epoch_end", "save_on_exception", "accelerator", *KINDS,
-}  # fmt: skip
+_DECIDED_ELSEWHERE = {"root", "save_every", "accelerator", *KINDS}  # by the Trainer and its arguments
 
 
 def refuse_foreign_options(options: Mapping[str, Any]) -> None:
     """Refuse options of a manager that the Trainer and its arguments decide, and those that do not exist."""
-    taken = known_options() - _DECIDED_ELSEWHERE
+    taken = {*names_of(ManagerOptions)} - _DECIDED_ELSEWHERE
     if decided := sorted(options.keys() & _DECIDED_ELSEWHERE):
         raise ConfigError(
             f"CkptCallback has no option {', '.join(decided)}. It takes {', '.join(sorted(taken))}; the rest is for "
             "the Trainer and its TrainingArguments to say."
         )
-    refuse_unknown("CkptCallback", options, taken)
+    refuse_unknown("CkptCallback", options, taken, inside())
 
 
 def refuse_unsupported(trainer: Trainer, methods: Collection[str]) -> None:

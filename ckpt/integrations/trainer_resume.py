@@ -27,6 +27,7 @@ from ckpt.ranks.find import find_ranks
 from ckpt.ranks.group import Ranks
 from ckpt.root import catalog
 from ckpt.root.folder import open_url
+from ckpt.root.trust import open_keys
 from ckpt.root.verify import problems
 from ckpt.save.root_writer import RootWriter
 from ckpt.save.saver import Saver
@@ -45,6 +46,7 @@ class ResumeSource:
         self.name: str | None = None
         self.in_memory = False
         self._options = options
+        self._trust = open_keys(options.signing, sha256=False)[1]
         self._tiers = tiers
         self._storage = tiers[0]
         self._held = ExitStack()
@@ -92,13 +94,14 @@ class ResumeSource:
                     name=name,
                     memory=memory,
                     patience=self._options.patience,
+                    trust=self._trust,
                 ),
                 self._held,
             )
 
     def _snapshots(self, ranks: Ranks) -> MemoryTier | None:
         """What a run before this one has left in memory. The manager that loads it is not there yet."""
-        tier = build_tier(Saver(RootWriter(self._storage, ranks)), **self._options.memory)
+        tier = build_tier(Saver(RootWriter(self._storage, ranks)), **self._options.tier)
         if tier is None:
             return None
         self._held.callback(lambda: tier.close(keep=True))

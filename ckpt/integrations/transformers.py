@@ -56,8 +56,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
 
     Args:
         root: A path, a URL or a storage.
-        **options: Of `StateManager`: `keep`, `mirror`, `storage_options`, `saving`, `ranks`, `memory_every`,
-            `memory_rescue`, `memory_replicas`.
+        **options: Of `StateManager`: `keep`, `mirror`, `storage_options`, `saving`, `ranks`, `memory`, `signing`.
     """
 
     def __init__(self, root: str | os.PathLike[str] | Storage, **options: Any) -> None:
@@ -183,9 +182,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             storage_options=given.storage_options,
             saving=given.saving,
             ranks=given.ranks,
-            memory_every=given.memory_every,
-            memory_rescue=given.memory_rescue,
-            memory_replicas=given.memory_replicas,
+            memory=given.memory,
+            signing=given.signing,
         )
         self._manager.session.unmanaged.quiet = True  # what is saved, and when, is for its arguments to say
         self._manager.session.loop.quiet = True  # `TrainerData` follows its loader

@@ -177,5 +177,5 @@ class StateLoader:
         if self.trust.keys and not manifest.is_authentic:
             _log.warning(
                 "%s is not signed by a key that is trusted here: whoever can write to its root may have altered it. "
-                "With require_signed=True it is refused.", manifest.name,
+                "With Signing(required=True) it is refused.", manifest.name,
             )  # fmt: skip

@@ -52,5 +52,5 @@ def _leave_snapshots(root: Storage) -> None:
     if remove_token(root):
         _log.warning(
             "a run of %s has ended without close(), and may have left snapshots in memory that are newer than its "
-            "checkpoints. A run without memory_every does not use them, nor will a later one.", root.url,
+            "checkpoints. A run without memory= does not use them, nor will a later one.", root.url,
         )  # fmt: skip

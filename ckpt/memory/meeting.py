@@ -22,7 +22,7 @@ from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts, host_name
 from ckpt.storage import Storage
 
 _log = logging.getLogger("ckpt")
-_CALL = "StateManager(..., memory_every=...)"
+_CALL = "StateManager(..., memory=...)"
 
 
 @dataclass

@@ -28,7 +28,7 @@ def warn_of_unsaved(root: RootWriter, taken_at: int) -> None:
 def warn_left_out(every: int) -> None:
     """Once: the snapshot before is still being written, or copied to the next host."""
     _log.warning(
-        "a snapshot in memory is left out, as the one before is still being written: memory_every=%d is more often "
+        "a snapshot in memory is left out, as the one before is still being written: Memory(every=%d) is more often "
         "than this machine can. Further ones are counted.", every,
     )  # fmt: skip
 

@@ -75,7 +75,7 @@ class Places:
             return None
         if is_turned_off() and not self._said:
             self._said = True
-            _log.warning("memory_rescue=True has no effect: %s=off, and nobody else rescues.", KEEPER_VARIABLE)
+            _log.warning("Memory(rescue=True) has no effect: %s=off, and nobody else rescues.", KEEPER_VARIABLE)
         try:
             return rescue_settings(self.root, self.options, separate_roots=self.separate_roots)
         except ConfigError as error:

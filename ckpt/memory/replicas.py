@@ -19,7 +19,7 @@ from ckpt.storage import Storage
 from ckpt.util.threads import WorkerThread
 
 _log = logging.getLogger("ckpt")
-_CALL = "StateManager(..., memory_replicas=...)"
+_CALL = "StateManager(..., memory=...)"
 
 
 @dataclass
@@ -158,7 +158,7 @@ class Replicas:
 
     def _turn_off(self, why: str) -> None:
         self.is_off = True
-        _log.warning("memory_replicas=%d has no effect: %s. Snapshots are kept by their own host.", self.count, why)
+        _log.warning("Memory(replicas=%d) has no effect: %s. Snapshots are kept by their own host.", self.count, why)
 
 
 def _keep_newest(storage: Storage) -> None:

@@ -45,7 +45,7 @@ def remove_token(root: Storage) -> bool:
         root.delete([TOKEN])
     except StorageError as error:
         _log.warning(
-            "%s/%s cannot be removed: %s Remove it, or a later run with memory_every may resume from snapshots in "
+            "%s/%s cannot be removed: %s Remove it, or a later run with memory= may resume from snapshots in "
             "memory that are older than this run's checkpoints.", root.url, TOKEN, error,
         )  # fmt: skip
     return True

@@ -13,18 +13,18 @@ from ckpt.util.option_values import parse_duration
 class SaveSchedule:
     """Says after which steps to save, the same on every rank.
 
-    `every`: a number of steps, or a time as text. Time is that of rank 0's clock since the last save or load; the other
-    ranks learn of it, and all save after the same step, which is one of the next. `on_sigusr1`: so they do when any
-    of them gets that signal.
+    `steps`, `time`: after how many, and how much, as text. Time is that of rank 0's clock since the last save or load;
+    the other ranks learn of it, and all save after the same step, which is one of the next. `on_sigusr1`: so they do
+    when any of them gets that signal.
     """
 
-    def __init__(self, ranks: Ranks, every: int | str | None, *, on_sigusr1: bool = False) -> None:
+    def __init__(self, ranks: Ranks, steps: int | None, time: str | None = None, *, on_sigusr1: bool = False) -> None:
         self._main = ranks.rank == MAIN
-        self._steps = every if isinstance(every, int) else None
-        self._seconds = parse_duration(every)
+        self._steps = steps
+        self._seconds = parse_duration(time)
         self._common = CommonStep(ranks, "save") if self._seconds is not None or on_sigusr1 else None
         self._signal = SignalListener(signal.SIGUSR1, self._told) if on_sigusr1 else None
-        self._since = time.monotonic()
+        self.restart()
 
     def restart(self) -> None:
         """Count the time from now on."""

@@ -56,11 +56,13 @@ def find_signing_key(source: KeySource | bool | None) -> SigningKey | None:
     """The private key in a PEM file or text, or in `CKPT_SIGN_KEY`, which True demands; None for none, or if False."""
     if source is False:
         return None
-    what, found = "sign=", source
+    what, found = "the key to sign with", source
     if source is None or source is True:
         what, found = SIGN_VARIABLE, os.environ.get(SIGN_VARIABLE) or None
     if source is True and found is None:
-        raise ConfigError(f"sign=True: {SIGN_VARIABLE} is not set. Set it, or give sign= the path of a key.")
+        raise ConfigError(
+            f"the key to sign with is True, and {SIGN_VARIABLE} is not set. Set it, or give the path of a key."
+        )
     if found is None:
         return None
     private = _loaded(_read(found, what, private=True), what, private=True)

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Annotated
 
-from ckpt.errors import ConfigError, MetricError
+from ckpt.errors import MetricError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.root.catalog import Summary
-from ckpt.util.option_values import KnownFields, is_count, is_kind, is_one_of, optional, said
-
-_MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "last": (is_count, "1 or more: the newest checkpoint is never removed"),
-    "best": (lambda value: is_count(value, 0), "0 or more"),
-    "metric": (optional(is_kind(str)), "the name of a metric"),
-    "mode": (is_one_of("min", "max"), '"min" or "max"'),
-    "every": (optional(is_count), "a number of steps"),
-}
+from ckpt.util.option_values import Must, Options, Steps, is_count, is_kind, one_of, said
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keep(KnownFields):
+class Keep(Options):
     """Which checkpoints are kept: each that any of the rules keeps, and the newest always.
 
         Keep(last=3)
@@ -39,27 +32,20 @@ class Keep(KnownFields):
         every: Each whose step this divides.
     """
 
-    last: int = 1
-    best: int = 0
-    metric: str | None = None
-    mode: str = "min"
-    every: int | None = None
+    last: Annotated[int, Must(is_count, "1 or more: the newest checkpoint is never removed")] = 1
+    best: Annotated[int, Must(partial(is_count, least=0), "0 or more")] = 0
+    metric: Annotated[str, Must(is_kind(str), "the name of a metric")] | None = None
+    mode: Annotated[str, one_of("min", "max")] = "min"
+    every: Steps | None = None
 
-    def __post_init__(self) -> None:
-        wrong = {
-            name: f"{name}={said(getattr(self, name))} must be {must_be}"
-            for name, (holds, must_be) in _MUST_BE.items()
-            if not holds(getattr(self, name))
-        }
-        alone = "" if wrong.keys() & {"best", "metric"} else self._lacks()
-        if alone or wrong:
-            raise ConfigError("Keep: " + "; ".join(filter(None, [alone, *wrong.values()])) + ".")
+    example = "last: 3"
 
-    def _lacks(self) -> str:
-        """What is missing beside the number of the best, or beside the metric."""
+    def contradictions(self, wrong: Collection[str]) -> list[str]:
+        if "best" in wrong or "metric" in wrong:
+            return []
         if self.best and not self.metric:
-            return f'best={self.best} needs metric="...", the name under which step(metrics=...) gives it'
-        return f"metric={said(self.metric)} needs best=1 or more" if self.metric and not self.best else ""
+            return [f'best={self.best} needs metric="...", the name under which step(metrics=...) gives it']
+        return [f"metric={said(self.metric)} needs best=1 or more"] if self.metric and not self.best else []
 
     def check(self, metrics: Mapping[str, float], where: str) -> None:
         """Refuse a metric that is NaN before anything is written: no checkpoint can be ranked by it."""

@@ -56,7 +56,7 @@ class Trust:
         """Raise where a signature is required, for a place that has no manifest which could have one."""
         if self.required:
             raise UntrustedError(
-                f"{where} is refused: it has no manifest, so nothing in it is signed, and require_signed is set."
+                f"{where} is refused: it has no manifest, so nothing in it is signed, and a signature is required."
             )
 
     def _refuse_unknown(self, manifest: Manifest) -> None:
@@ -83,8 +83,8 @@ def open_trust(verify_key: KeySource | None, *, required: bool = False, own: Sig
     keys = tuple(dict.fromkeys([*keys, *([own.id] if own is not None else [])]))
     if required and not keys:
         raise ConfigError(
-            "require_signed=True needs a key to verify with: give sign= or verify_key= (on the command line --key), or "
-            "set CKPT_VERIFY_KEY."
+            "signatures are required, and there is no key to verify them with: give verify_key= (on the command line "
+            "--key), or set CKPT_VERIFY_KEY. The key that a run signs with will do, too."
         )
     return Trust(keys, required)
 
@@ -93,16 +93,16 @@ class KeyOptions(Protocol):
     """The options of a manager that are about keys."""
 
     @property
-    def sign(self) -> KeySource | bool | None: ...
+    def key(self) -> KeySource | bool | None: ...
 
     @property
     def verify_key(self) -> KeySource | None: ...
 
     @property
-    def require_signed(self) -> bool: ...
+    def required(self) -> bool: ...
 
 
 def open_keys(options: KeyOptions, *, sha256: bool) -> tuple[Seal, Trust]:
     """How the checkpoints of a run are sealed, and which ones it believes."""
-    key = find_signing_key(options.sign)
-    return Seal(sha256, key), open_trust(options.verify_key, required=options.require_signed, own=key)
+    key = find_signing_key(options.key)
+    return Seal(sha256, key), open_trust(options.verify_key, required=options.required, own=key)

@@ -79,7 +79,7 @@ def verify(
 
     Args:
         url: A root or a checkpoint.
-        verify_key: As for the manager: it is then also wrong if none of its keys has signed a checkpoint.
+        verify_key: As of `Signing`: it is then also wrong if none of its keys has signed a checkpoint.
         storage_options: As for the manager.
 
     Returns:

@@ -121,7 +121,7 @@ class LastBoundary:
         self._off = why
         self._tensors = []
         if self._ranks.rank == MAIN:
-            _log.warning("save_on_exception is off: %s", why)
+            _log.warning("Every(exception=True) saves nothing: %s", why)
 
     def _obstacle(self, error: BaseException) -> str:
         """Why this rank cannot save the boundary; empty if it can."""

@@ -14,6 +14,7 @@ import os
 import signal
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from ckpt.formats.sharded_tensors import is_sharded, local_tensor
 from ckpt.formats.tensors import host_bytes, on_host
 from ckpt.load.restored import Restored
 from ckpt.manager import StateManager
-from ckpt.options import ManagerOptions
+from ckpt.options import Every, ManagerOptions
 from ckpt.selftest.plan import Plan
 from ckpt.selftest.trace import End, Resumed, Saved, Step, TraceWriter, read_trace, trace_file
 from ckpt.session import Session
@@ -88,7 +89,9 @@ class Recorder:
         @functools.wraps(built)
         def __init__(manager: StateManager, *args: Any, **options: Any) -> None:  # noqa: N807
             if self._plan.save_every is not None:
-                options["save_every"] = self._plan.save_every
+                given = Every.of(options.get("save_every"))
+                when = given if isinstance(given, Every) else Every()
+                options["save_every"] = replace(when, steps=self._plan.save_every, time=None)
             built(manager, *args, **options)
             self._managers.append(manager)
             self._watch_models()

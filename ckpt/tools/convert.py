@@ -395,7 +395,7 @@ def convert(
         format: Which of them the source is. Only needed for a folder that holds saves in several formats.
         name: Of a checkpoint in a root; that of the source if none is given.
         max_shard_size: For `"hf"`: bytes, or `"5GB"`, beyond which it is shards and an index.
-        sign: For `"ckpt"`, as for the manager; others know no signatures.
+        sign: For `"ckpt"`, as `key` of `Signing`; others know no signatures.
 
     Returns:
         What was written, and what is not exact or was left out, with the reasons.

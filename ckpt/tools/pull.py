@@ -298,7 +298,7 @@ def pull(
         revision: Of the Hub: a branch, tag or commit.
         token: Of the Hub, on either side; None: `HF_TOKEN` or a login.
         storage_options: For URLs on both sides; where one is on the Hub, for the other.
-        verify_key: As for the manager.
+        verify_key: As of `Signing`.
         require_signed: Copy neither checkpoints that no such key has signed, nor files without a manifest.
 
     Returns:

@@ -1,4 +1,10 @@
-"""What users may give as options: conditions that hold for no nonsense, sizes and times as people write them."""
+"""Option objects that check themselves: the type of a field says what it must be. Sizes and times as people write them.
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting(Options):
+    patience: Seconds = 5.0
+    backlog: Annotated[int, Must(is_count, "a number of checkpoints, 1 or more")] = 2
+"""
 
 from __future__ import annotations
 
@@ -6,8 +12,9 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import fields
-from typing import Any
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
 from ckpt.errors import ConfigError
 from ckpt.util.filesystem import expand_home
@@ -73,18 +80,76 @@ def refuse_unknown(
 
 
 def _with_nearest(name: str, known: Collection[str], inside: Mapping[str, str]) -> str:
-    if name in inside:
-        return f"{name!r} (write {inside[name]})"
-    nearest = difflib.get_close_matches(name, known, 1)
-    return f"{name!r} (did you mean {nearest[0]!r}?)" if nearest else repr(name)
+    nearest = name if name in inside else next(iter(difflib.get_close_matches(name, {*known, *inside}, 1)), None)
+    if nearest is None:
+        return repr(name)
+    return f"{name!r} (write {inside[nearest]})" if nearest in inside else f"{name!r} (did you mean {nearest!r}?)"
 
 
-class KnownFields:
-    """Base of option objects, which are dataclasses: a misspelled field is refused with the nearest one."""
+@dataclass(frozen=True)
+class Must:
+    """Written into the type of an option: `Annotated[float, Must(is_seconds, "a number of seconds")]`."""
+
+    hold: Callable[[Any], bool]
+    be: str
+    secret: bool = False  # a wrong value is not shown, whatever it is
+
+
+class Options:
+    """Base of option objects: keyword-only dataclasses that refuse nonsense when they are built, all of it at once."""
+
+    example: ClassVar[str] = ""  # of its fields in a YAML file; empty where a plain value may stand for the object
 
     def __new__(cls, *_: Any, **named: Any) -> Any:
-        refuse_unknown(cls.__name__, named, [field.name for field in fields(cls)])  # type: ignore[arg-type]
+        refuse_unknown(cls.__name__, named, names_of(cls))
         return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        wrong = problems(type(self), vars(self))
+        refuse(type(self).__name__, [*wrong.values(), *self.contradictions(wrong)])
+
+    def contradictions(self, wrong: Collection[str]) -> list[str]:
+        """What fields that are right one by one, and so not among the `wrong` ones, may not be together."""
+        return []
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """The object that a plain value stands for; the value itself if it stands for none."""
+        return value
+
+
+def names_of(kind: type) -> list[str]:
+    """The options that an option object has."""
+    return [field.name for field in fields(kind)]
+
+
+def problems(kind: type, options: Mapping[str, Any]) -> dict[str, str]:
+    """What is wrong with values of options that this class has, by their names."""
+    return {
+        name: f"{name}={kind_of(options[name]) if must.secret else said(options[name])} must be {must.be}"
+        for name, must in _musts(kind).items()
+        if name in options and not must.hold(options[name])
+    }
+
+
+@cache
+def _musts(kind: type) -> dict[str, Must]:
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: _must(hints[name]) for name in names_of(kind)}
+
+
+def _must(hint: Any) -> Must:
+    """What a type says; `Seconds | None` may be None too."""
+    if get_origin(hint) is Annotated:
+        return next(must for must in get_args(hint) if isinstance(must, Must))
+    required = next(_must(part) for part in get_args(hint) if part is not type(None))
+    return Must(optional(required.hold), required.be, required.secret)
+
+
+def refuse(what: str, wrong: Collection[str]) -> None:
+    """Raise one error that names every option that makes no sense."""
+    if wrong:
+        raise ConfigError(f"{what}: {'; '.join(wrong)}.")
 
 
 def said(value: Any) -> str:
@@ -152,13 +217,26 @@ def is_path(value: Any) -> bool:
         return False
 
 
-def is_one_of(*words: str) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, str) and value in words
-
-
 def is_kind(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kinds)
 
 
 def optional(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or check(value)
+
+
+def is_one_of(*values: Any) -> Callable[[Any], bool]:
+    return lambda given: any(type(given) is type(value) and given == value for value in values)
+
+
+def one_of(*words: str) -> Must:
+    return Must(is_one_of(*words), f"one of {', '.join(words)}")
+
+
+Flag = Annotated[bool, Must(is_kind(bool), "True or False")]
+Maybe = Annotated[bool | None, Must(optional(is_kind(bool)), "True, False or None")]
+Steps = Annotated[int, Must(is_count, "a number of steps, 1 or more")]
+Seconds = Annotated[float, Must(is_seconds, "a number of seconds, up to ten years")]
+Duration = Annotated[str, Must(lambda text: parse_duration(text) is not None, "a time, as '10min', '90s' or '2h'")]
+Size = Annotated[int | str, Must(is_size, "a size, as '8GB' or in bytes")]
+Settings = Annotated[Mapping[str, Any], Must(is_settings, "a dict of what the storage of a URL takes", secret=True)]

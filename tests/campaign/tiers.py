@@ -123,7 +123,7 @@ def _remembering(voice: Voice, root: str, place: str, keeper: str, small: bool, 
         no_room = SimpleNamespace(f_bavail=0, f_frsize=4096, f_blocks=1)
         vars(room)["os"] = SimpleNamespace(statvfs=lambda path: no_room)  # the tmpfs is too small
     training = Training()
-    with training.manager(root, memory_every=1, **options("keep", wait=True)) as manager:
+    with training.manager(root, memory=1, **options("keep", wait=True)) as manager:
         restored = manager.resume()
         if restored is not None:
             wrong = training.disagreements(restored)
@@ -216,7 +216,7 @@ def _go_on(
 def _resume(voice: Voice, root: str, place: str, mirror: str | None) -> dict[str, Any]:
     os.environ.update(CKPT_MEMORY_DIR=place, CKPT_MEMORY_KEEPER="off")
     training = Training()
-    more = {"mirror": mirror} if mirror else {"memory_every": 1}
+    more = {"mirror": mirror} if mirror else {"memory": 1}
     with training.manager(root, **more, **options("keep", wait=True, last=3)) as manager:
         restored = manager.resume()
         wrong = training.disagreements(restored, generators=not restored.approximated) if restored else []

@@ -38,8 +38,9 @@ def signed(folder: Path) -> None:
     """The same, signed. What is loaded with the key must be one of its two states."""
     live = Live()
     with ckpt.StateManager(
-        str(folder / "root"), **live.parts(), saving=ckpt.SaveOptions(background=False), sign=signing_key()
-    ) as manager:
+        str(folder / "root"), **live.parts(), saving=ckpt.SaveOptions(background=False),
+        signing=ckpt.Signing(key=signing_key()),
+    ) as manager:  # fmt: skip
         manager.register(seen=live.seen)
         for name in NAMES:
             live.train()

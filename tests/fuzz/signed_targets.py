@@ -37,7 +37,7 @@ def _loading_signed(load: Callable[[ckpt.StateManager], Any]) -> Operation:
         live.train()
         live.marked()
         before = live.snapshot()
-        with manager_of(place, live, **_demanding()) as manager:
+        with manager_of(place, live, signing=ckpt.Signing(verify_key=signing_key(), required=True)) as manager:
             manager.register(seen=live.seen)
             done = load(manager)
         if live.snapshot() not in ([before] if done is None else _signed_states()):

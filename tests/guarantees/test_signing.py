@@ -81,7 +81,7 @@ def load(root: Any, name: str | None = None, **options: Any) -> tuple[ckpt.Resto
 @pytest.fixture
 def run(tmp_path: Path, key: str) -> Path:
     """Two signed checkpoints: `a`, then `b`."""
-    train(tmp_path / "run", "a", "b", sign=key)
+    train(tmp_path / "run", "a", "b", signing=ckpt.Signing(key=key))
     return tmp_path / "run"
 
 
@@ -133,8 +133,8 @@ def strip_signature(root: Path, name: str) -> None:
 class TestWhatIsSigned:
     @pytest.mark.also_on_s3
     def test_it_loads_with_the_public_key_alone(self, root: Place, key: str) -> None:
-        train(root, "a", "b", sign=key)
-        restored, value = load(root, verify_key=f"{key}.pub", require_signed=True)
+        train(root, "a", "b", signing=ckpt.Signing(key=key))
+        restored, value = load(root, signing=ckpt.Signing(verify_key=f"{key}.pub", required=True))
         assert (restored.name, value, dict(restored.passed_over)) == ("b", 2.0, {})
         assert ckpt.verify(root, verify_key=f"{key}.pub") == {"b": [], "a": []}
 
@@ -170,16 +170,16 @@ class TestWhatIsSigned:
     ) -> None:
         both = tmp_path / "both.pub"
         both.write_text(Path(f"{key}.pub").read_text() + Path(f"{another_key}.pub").read_text())
-        train(run, "c", first=3, sign=another_key, verify_key=both, require_signed=True)
+        train(run, "c", first=3, signing=ckpt.Signing(key=another_key, verify_key=both, required=True))
         assert ckpt.verify(run, verify_key=both) == {"c": [], "b": [], "a": []}
-        assert load(run, verify_key=f"{key}.pub", require_signed=True)[0].name == "b"
+        assert load(run, signing=ckpt.Signing(verify_key=f"{key}.pub", required=True))[0].name == "b"
 
     def test_the_mirror_has_the_same_bytes_and_stands_in_for_the_root(self, tmp_path: Path, key: str) -> None:
         root, mirror = tmp_path / "run", tmp_path / "mirror"
-        train(root, "a", "b", sign=key, mirror=mirror)
+        train(root, "a", "b", signing=ckpt.Signing(key=key), mirror=mirror)
         assert (root / "b" / FILE_NAME).read_bytes() == (mirror / "b" / FILE_NAME).read_bytes()
         shutil.rmtree(root / "b")
-        restored, value = load(root, mirror=mirror, verify_key=f"{key}.pub", require_signed=True)
+        restored, value = load(root, mirror=mirror, signing=ckpt.Signing(verify_key=f"{key}.pub", required=True))
         assert (restored.name, value) == ("b", 2.0)
 
     def test_files_that_are_linked_are_signed_with_their_sha256(self, tmp_path: Path, key: str) -> None:
@@ -187,7 +187,7 @@ class TestWhatIsSigned:
         model[0].requires_grad_(False)
         root = tmp_path / "run"
         for sign in (None, key):  # the first one has no SHA-256
-            with ckpt.StateManager(root, model=model, sign=sign) as manager:
+            with ckpt.StateManager(root, model=model, signing=ckpt.Signing(key=sign)) as manager:
                 manager.resume()
                 manager.save_state("signed" if sign else "unsigned")
         frozen = "model+frozen.safetensors"
@@ -222,7 +222,7 @@ class TestTampering:
         self, run: Path, key: str, change: Callable[[dict[str, Any]], None]
     ) -> None:
         reseal(run, "b", change)
-        restored, value = load(run, verify_key=f"{key}.pub", require_signed=True)
+        restored, value = load(run, signing=ckpt.Signing(verify_key=f"{key}.pub", required=True))
         assert (restored.name, value) == ("a", 1.0)
         assert "what it says does not fit its signature" in restored.passed_over["b"]
         assert not ckpt.verify(run, verify_key=f"{key}.pub")["a"]
@@ -235,12 +235,12 @@ class TestTampering:
         assert ckpt.verify(run)["b"] == []
         assert load(run)[1] == 7.0
         with pytest.raises(ckpt.UntrustedError, match="b is refused: what it says does not fit its signature"):
-            load(run, "b", verify_key=f"{key}.pub")
-        assert load(run, verify_key=f"{key}.pub", require_signed=True)[1] == 1.0
+            load(run, "b", signing=ckpt.Signing(verify_key=f"{key}.pub"))
+        assert load(run, signing=ckpt.Signing(verify_key=f"{key}.pub", required=True))[1] == 1.0
 
     def test_without_its_signature_it_is_refused_where_one_is_required(self, run: Path, key: str) -> None:
         strip_signature(run, "b")
-        restored, value = load(run, sign=key, require_signed=True)
+        restored, value = load(run, signing=ckpt.Signing(key=key, required=True))
         assert value == 1.0
         assert "b is refused: it is not signed, and must be signed by" in restored.passed_over["b"]
 
@@ -248,42 +248,44 @@ class TestTampering:
         self, run: Path, key: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         """So that a run can begin to sign."""
-        load(run, sign=key)
+        load(run, signing=ckpt.Signing(key=key))
         assert "is not signed" not in caplog.text
         strip_signature(run, "b")
-        assert load(run, sign=key)[1] == 2.0
+        assert load(run, signing=ckpt.Signing(key=key))[1] == 2.0
         assert caplog.text.count("b is not signed by a key that is trusted here") == 1
 
     def test_the_signature_of_another_is_refused_where_one_is_required(
         self, run: Path, key: str, another_key: str
     ) -> None:
         with pytest.raises(ckpt.UntrustedError, match=r"b is refused: it is signed by [0-9a-f]{16}, and must be"):
-            load(run, verify_key=f"{another_key}.pub", require_signed=True)
+            load(run, signing=ckpt.Signing(verify_key=f"{another_key}.pub", required=True))
 
     def test_an_older_one_under_a_newer_name_is_refused(self, run: Path, key: str) -> None:
         shutil.rmtree(run / "b")
         shutil.copytree(run / "a", run / "b")
         with pytest.raises(ckpt.UntrustedError, match="b is refused: it was signed as 'a'"):
-            load(run, "b", verify_key=f"{key}.pub", require_signed=True)
-        assert load(run, verify_key=f"{key}.pub", require_signed=True)[0].name == "a"
+            load(run, "b", signing=ckpt.Signing(verify_key=f"{key}.pub", required=True))
+        assert load(run, signing=ckpt.Signing(verify_key=f"{key}.pub", required=True))[0].name == "a"
 
     def test_a_manifest_in_another_checkpoints_folder_is_refused(self, run: Path, key: str) -> None:
         write_manifest(run / "b", (run / "a" / FILE_NAME).read_bytes())
-        assert load(run, verify_key=f"{key}.pub", require_signed=True)[0].name == "a"
+        assert load(run, signing=ckpt.Signing(verify_key=f"{key}.pub", required=True))[0].name == "a"
 
     def test_where_nothing_is_signed_a_resume_does_not_begin_afresh(self, tmp_path: Path, key: str) -> None:
         train(tmp_path / "run", "a")
         with (
-            ckpt.StateManager(tmp_path / "run", model=nn.Linear(4, 4), sign=key, require_signed=True) as manager,
+            ckpt.StateManager(
+                tmp_path / "run", model=nn.Linear(4, 4), signing=ckpt.Signing(key=key, required=True)
+            ) as manager,
             pytest.raises(ckpt.UntrustedError, match="a is refused: it is not signed"),
         ):
             manager.resume()
 
     def test_retention_does_not_take_what_is_refused_for_damaged(self, tmp_path: Path, key: str) -> None:
         root = tmp_path / "run"
-        train(root, "a", sign=key)
+        train(root, "a", signing=ckpt.Signing(key=key))
         train(root, "unsigned", first=2)
-        train(root, "c", first=3, sign=key, require_signed=True, keep=ckpt.Keep(last=2))
+        train(root, "c", first=3, signing=ckpt.Signing(key=key, required=True), keep=ckpt.Keep(last=2))
         assert sorted(path.name for path in root.iterdir() if path.is_dir()) == ["c", "unsigned"]
 
     def test_what_another_tool_wrote_is_refused_where_a_signature_is_required(self, tmp_path: Path, key: str) -> None:
@@ -327,13 +329,13 @@ def collision(run: Path, key: str) -> Path:
 class TestFilesAreComparedBySha256:
     def test_by_a_load_into_fresh_objects(self, collision: Path, key: str) -> None:
         assert load(collision)[1] == 7.0
-        restored, value = load(collision, verify_key=f"{key}.pub", require_signed=True)
+        restored, value = load(collision, signing=ckpt.Signing(verify_key=f"{key}.pub", required=True))
         assert (restored.name, value) == ("a", 1.0)
         assert "model.safetensors was altered" in restored.passed_over["b"]
 
     def test_by_a_load_into_what_was_trained_which_is_left_as_it_was(self, collision: Path, key: str) -> None:
         model = nn.Linear(4, 4)
-        with ckpt.StateManager(collision, model=model, sign=key) as manager:
+        with ckpt.StateManager(collision, model=model, signing=ckpt.Signing(key=key)) as manager:
             manager.load_state("a")
             manager.step()
             nn.init.constant_(model.weight, 5)
@@ -377,7 +379,7 @@ class TestFilesAreComparedBySha256:
     def test_a_pull_with_a_key_links_nothing_to_copies_that_only_claim_to_be_the_same(
         self, tmp_path: Path, key: str
     ) -> None:
-        with ckpt.StateManager(tmp_path / "run", model=nn.Linear(4, 4), sign=key) as manager:
+        with ckpt.StateManager(tmp_path / "run", model=nn.Linear(4, 4), signing=ckpt.Signing(key=key)) as manager:
             manager.save_state("a")
             manager.save_state("b")
         required: dict[str, Any] = {"verify_key": f"{key}.pub", "require_signed": True}
@@ -404,7 +406,7 @@ class TestFilesAreComparedBySha256:
 
         monkeypatch.setattr(LocalStorage, "read", noting(LocalStorage.read))
         monkeypatch.setattr(LocalStorage, "read_into", noting(LocalStorage.read_into))
-        load(run, "b", verify_key=f"{key}.pub", require_signed=True)
+        load(run, "b", signing=ckpt.Signing(verify_key=f"{key}.pub", required=True))
         documents = [name for name in reads if name.endswith(".json") and not name.endswith(FILE_NAME)]
         assert sorted(documents) == ["b/rank-00000.json", "b/state.json"]
 
@@ -459,14 +461,14 @@ class TestOtherCommands:
     ) -> None:
         root = tmp_path / "run"
         monkeypatch.setenv("CKPT_SIGN_KEY", Path(key).read_text())
-        train(root, "a", sign=True)
-        train(root, "b", first=2, sign=False)
+        train(root, "a", signing=ckpt.Signing(key=True))
+        train(root, "b", first=2, signing=ckpt.Signing(key=False))
         train(root, "c", first=3)
         monkeypatch.delenv("CKPT_SIGN_KEY")
         monkeypatch.setenv("CKPT_VERIFY_KEY", f"{key}.pub")
         assert CliRunner().invoke(main, ["verify", str(root / "a")]).exit_code == 0
         assert CliRunner().invoke(main, ["verify", str(root / "b")]).exit_code == 1
-        assert load(root, require_signed=True)[0].name == "c"
+        assert load(root, signing=ckpt.Signing(required=True))[0].name == "c"
 
     def test_merge_and_pull_refuse_what_the_key_has_not_signed(
         self, run: Path, another_key: str, tmp_path: Path
@@ -510,7 +512,7 @@ class TestSha256:
 
 def _save_in_ranks(rank: int, root: str, kind: str, key: str) -> None:
     """Two ranks save twice. The main rank alone has the key."""
-    with _managed(rank, root, kind, sign=key if rank == 0 else False) as (manager, model):
+    with _managed(rank, root, kind, signing=ckpt.Signing(key=key if rank == 0 else False)) as (manager, model):
         manager.resume()
         for name in ("a", "b"):
             step(model, manager.session.registry.optimizers[0], int(name == "b"))
@@ -518,7 +520,7 @@ def _save_in_ranks(rank: int, root: str, kind: str, key: str) -> None:
 
 
 def _load_in_ranks(rank: int, root: str, kind: str, public: str, expected: str, why: str) -> None:
-    with _managed(rank, root, kind, verify_key=public, require_signed=True) as (manager, _):
+    with _managed(rank, root, kind, signing=ckpt.Signing(verify_key=public, required=True)) as (manager, _):
         restored = manager.load_state()
         assert restored.name == expected
         assert why in restored.passed_over.get("b", "")
@@ -604,16 +606,16 @@ class TestKeys:
     @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644])
     def test_one_that_others_may_read_is_refused(self, tmp_path: Path, key: str, mode: int) -> None:
         os.chmod(key, mode)
-        each: list[dict[str, Any]] = [{"sign": key}, {"verify_key": key}]
+        each: list[dict[str, Any]] = [{"key": key}, {"verify_key": key}]
         for options in each:
             with pytest.raises(ckpt.ConfigError, match=f"private key that others may read or write .mode 0{mode:o}"):
-                ckpt.StateManager(tmp_path / "run", model=nn.Linear(4, 4), **options)
+                ckpt.StateManager(tmp_path / "run", model=nn.Linear(4, 4), signing=ckpt.Signing(**options))
         assert not (tmp_path / "run").exists()
 
     def test_the_private_key_verifies_too(self, run: Path, key: str) -> None:
         assert ckpt.verify(run, verify_key=key) == {"b": [], "a": []}
 
-    @pytest.mark.parametrize("option", ["sign", "verify_key"])
+    @pytest.mark.parametrize("option", ["key", "verify_key"])
     @pytest.mark.parametrize(
         "source", ["no/such/file", "-----BEGIN PRIVATE KEY-----\nnonsense\n", "\0", "", "encrypted", "rsa", "a folder"]
     )
@@ -622,9 +624,9 @@ class TestKeys:
     ) -> None:
         made = {"encrypted": _pem(_new_private("ed25519"), b"secret"), "rsa": _pem(_new_private("rsa"), None)}
         given = {**made, "a folder": str(tmp_path)}.get(source, source)
-        options: dict[str, Any] = {option: given, "require_signed": option == "verify_key"}
+        options: dict[str, Any] = {option: given, "required": option == "verify_key"}
         with pytest.raises(ckpt.ConfigError) as raised:
-            ckpt.StateManager(tmp_path / "run", model=nn.Linear(4, 4), **options)
+            ckpt.StateManager(tmp_path / "run", model=nn.Linear(4, 4), signing=ckpt.Signing(**options))
         assert not (tmp_path / "run").exists()
         shown = f"{raised.value}{raised.value.__cause__}"
         assert not any(line in shown for line in given.splitlines()[1:] if line)
@@ -634,22 +636,24 @@ class TestKeys:
     ) -> None:
         text = Path(key).read_text()
         model = nn.Linear(4, 4)
-        with ckpt.StateManager(tmp_path / "run", model=model, sign=text, verify_key=text) as manager:
+        with ckpt.StateManager(
+            tmp_path / "run", model=model, signing=ckpt.Signing(key=text, verify_key=text)
+        ) as manager:
             manager.save_state("a")
             shown = repr(manager) + repr(manager.session.options) + repr(manager.session.saver.root)
         with pytest.raises(ckpt.ConfigError) as raised:
-            ckpt.StateManager(tmp_path / "run", model=model, sign=text.encode())  # type: ignore[arg-type]
+            ckpt.StateManager(tmp_path / "run", model=model, signing=ckpt.Signing(key=text.encode()))  # type: ignore[arg-type]
         printed = capsys.readouterr()
         everything = shown + str(raised.value) + logged.text + printed.out + printed.err
         everything += "".join(path.read_text(errors="replace") for path in (tmp_path / "run").rglob("*.json"))
         assert secret_of(key) not in everything
-        assert "sign=a bytes must be" in str(raised.value)
+        assert "key=a bytes must be" in str(raised.value)
 
     def test_to_require_signatures_needs_a_key(self, tmp_path: Path) -> None:
         for do in (
-            lambda: ckpt.StateManager(tmp_path / "run", model=nn.Linear(4, 4), require_signed=True),
+            lambda: ckpt.StateManager(tmp_path / "run", model=nn.Linear(4, 4), signing=ckpt.Signing(required=True)),
             lambda: ckpt.merge(tmp_path, tmp_path / WEIGHTS, require_signed=True),
-            lambda: ckpt.StateManager(tmp_path / "run", model=nn.Linear(4, 4), sign=True),
+            lambda: ckpt.StateManager(tmp_path / "run", model=nn.Linear(4, 4), signing=ckpt.Signing(key=True)),
         ):
             with pytest.raises(ckpt.ConfigError, match=r"key|CKPT_SIGN_KEY"):
                 do()
@@ -659,7 +663,7 @@ class TestKeys:
     ) -> None:
         monkeypatch.setitem(__import__("sys").modules, "cryptography.exceptions", None)
         with pytest.raises(ckpt.ConfigError, match=r"pip install 'torch-ckpt\[sign\]'"):
-            ckpt.StateManager(tmp_path / "run", model=nn.Linear(4, 4), sign=key)
+            ckpt.StateManager(tmp_path / "run", model=nn.Linear(4, 4), signing=ckpt.Signing(key=key))
 
 
 def _new_private(kind: str) -> Any:

@@ -129,7 +129,7 @@ def _agree_twice(rank: int, folder: str) -> None:
         model, options = nn.Linear(2, 2), ckpt.RankOptions(timeout=60)
         keep = ckpt.Keep(last=1, best=1, metric="loss")
         with suppress(SystemExit), ckpt.StateManager(
-            f"{folder}/{number}", model=model, ranks=options, keep=keep, memory_every=1,
+            f"{folder}/{number}", model=model, ranks=options, keep=keep, memory=1,
             saving=ckpt.SaveOptions(on_nan="skip"),
         ) as manager:  # fmt: skip
             manager.resume()

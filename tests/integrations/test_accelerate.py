@@ -121,7 +121,7 @@ def test_attached_it_takes_snapshots_into_memory_and_resumes_from_them(
         accelerator = new_accelerator()
         loader, parts = _prepared(accelerator)
         seen: list[Any] = []
-        with attach(accelerator, tmp_path / f"root-{stop < 5}", memory_every=1) as manager:
+        with attach(accelerator, tmp_path / f"root-{stop < 5}", memory=1) as manager:
             restored = manager.resume()
             assert restored is None or (restored.from_memory and restored.step == 2)
             for batch in loader:
@@ -151,7 +151,7 @@ def test_attached_a_save_hook_whose_files_memory_would_lack_turns_the_tier_off(
     accelerator = new_accelerator()
     loader, parts = _prepared(accelerator)
     accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
-    with attach(accelerator, tmp_path / "root", memory_every=1) as manager:
+    with attach(accelerator, tmp_path / "root", memory=1) as manager:
         manager.resume()
         for batch in loader:
             train_on(batch, accelerator, *parts)

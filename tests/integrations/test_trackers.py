@@ -91,7 +91,7 @@ def test_snapshots_in_memory_are_not_told(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "memory").mkdir()
     monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "memory"))
     told: list[str] = []
-    with manager(tmp_path / "root", memory_every=1) as run:
+    with manager(tmp_path / "root", memory=1) as run:
         run.resume()
         run.on_save(lambda report: told.append(report.name))
         steps(run, 3)

@@ -66,7 +66,7 @@ def build(kind: type[Trainer], folder: Path, *callbacks: Any, **options: Any) ->
     return kind(Net(), args, callbacks=[ours, *callbacks], train_dataset=data)
 
 
-@pytest.mark.parametrize("options", [{}, {"memory_every": 1}], ids=["from the root", "from memory"])
+@pytest.mark.parametrize("options", [{}, {"memory": 1}], ids=["from the root", "from memory"])
 def test_what_an_override_keeps_comes_back(tmp_path: Path, options: dict[str, Any]) -> None:
     straight = build(Controlled, tmp_path / "straight")
     straight.train()

@@ -165,7 +165,7 @@ def test_a_trainer_that_was_killed_and_resumes_equals_one_that_was_not(tmp_path:
 
 def train_in_memory(rank: int, folder: str, world_size: int, killed_at: int) -> None:
     os.environ["CKPT_MEMORY_DIR"] = folder
-    train(rank, folder, world_size, killed_at, memory_every=2)
+    train(rank, folder, world_size, killed_at, memory=2)
 
 
 def train_in_memory_and_be_killed(rank: int, straight: str, killed: str, world_size: int) -> None:
@@ -193,12 +193,12 @@ def test_a_fresh_start_beside_what_is_in_memory_is_refused(tmp_path: Path, monke
     monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path))
     assert run_ranks(1, train_in_memory_alone, str(tmp_path), dies=True) == [-signal.SIGKILL]
     with pytest.raises(ckpt.ConfigError, match="has left step-00000002 in memory, and this run begins afresh"):
-        trainer(tmp_path, kept(tmp_path / "root", memory_every=2)).train()
+        trainer(tmp_path, kept(tmp_path / "root", memory=2)).train()
 
 
 def train_in_memory_alone(rank: int, folder: str) -> None:
     os.environ["CKPT_MEMORY_DIR"] = folder
-    ours = kept(Path(folder, "root"), memory_every=2)
+    ours = kept(Path(folder, "root"), memory=2)
     trainer(Path(folder), ours, killed_with(ours, 3), save_steps=100).train()
 
 

@@ -32,7 +32,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters())
     torch.manual_seed(50 + rank)
     back = options.pop("back", None)
-    options = {"save_every": 5, "memory_every": 2, **options}
+    options = {"save_every": 5, "memory": 2, **options}
     try:
         with ckpt.StateManager(
             root, model=wrapped, optimizer=optimizer, ranks=ckpt.RankOptions(timeout=30), **options

@@ -125,7 +125,7 @@ def train(plan: Plan, rank: int, world_size: int, attempt: int) -> None:
         slots = Path(os.environ["CKPT_MEMORY_DIR"]).glob("ckpt-*/slots")
         notes.add(attempt=attempt, there=newest_step(Path(plan.root), *slots))
     with ckpt.StateManager(
-        plan.root, model=model, optimizer=optimizer, save_every=SAVE_EVERY, memory_every=MEMORY_EVERY,
+        plan.root, model=model, optimizer=optimizer, save_every=SAVE_EVERY, memory=MEMORY_EVERY,
         keep=ckpt.Keep(last=2), ranks=ckpt.RankOptions(timeout=20.0),
     ) as manager:  # fmt: skip
         restored = manager.resume()

@@ -52,7 +52,7 @@ def test_a_flipped_bit_on_one_host_makes_all_take_the_older(tmp_path: Path, stra
 def test_what_all_hosts_went_back_from_is_not_resumed_though_a_kill_leaves_it_on_one(
     tmp_path: Path, straight: list[str]
 ) -> None:
-    job = Job(tmp_path, 0, 1, sharded=True, memory_every=4)
+    job = Job(tmp_path, 0, 1, sharded=True, memory=4)
     job.to(9, None)
     for memory in job.memories:
         shutil.copytree(

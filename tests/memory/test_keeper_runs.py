@@ -44,7 +44,8 @@ def train(root: str, last: int, reached: str = "", **options: Any) -> str:
     torch.manual_seed(3)
     model = nn.Linear(40, 40)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with ckpt.StateManager(root, model=model, optimizer=optimizer, save_every=10, memory_every=3, **options) as manager:
+    options = {"save_every": 10, "memory": 3, **options}
+    with ckpt.StateManager(root, model=model, optimizer=optimizer, **options) as manager:
         manager.resume()
         while manager.progress.step < last:
             optimizer.zero_grad()
@@ -96,7 +97,7 @@ def straight(tmp_path: Path) -> str:
 def test_a_run_that_is_not_restarted_has_its_last_snapshot_in_the_root(
     tmp_path: Path, memory: Path, straight: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = killed(tmp_path, memory_rescue=True)
+    place = killed(tmp_path, memory=ckpt.Memory(every=3, rescue=True))
     wait_until(lambda: (tmp_path / "root/step-00000015/manifest.json").exists(), "it is rescued")
     assert ckpt.verify(tmp_path / "root")["step-00000015"] == []
     wait_until(lambda: not place.is_there, "what is in the root is removed from memory")
@@ -115,7 +116,7 @@ def test_where_the_keeper_was_killed_too_the_root_has_its_last_and_the_memory_is
     tmp_path: Path, memory: Path, straight: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CKPT_MEMORY_RESCUE_AFTER", "60")
-    place = killed(tmp_path, memory_rescue=True)
+    place = killed(tmp_path, memory=ckpt.Memory(every=3, rescue=True))
     keeper = living_keeper(place)
     assert keeper is not None
     os.kill(keeper.process, signal.SIGKILL)
@@ -128,9 +129,9 @@ def test_where_the_keeper_was_killed_too_the_root_has_its_last_and_the_memory_is
 
 def test_a_restart_has_the_same_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_MEMORY_RESCUE_AFTER", "60")
-    first = living_keeper(killed(tmp_path, memory_rescue=True))
+    first = living_keeper(killed(tmp_path, memory=ckpt.Memory(every=3, rescue=True)))
     (tmp_path / "reached").unlink()
-    assert living_keeper(killed(tmp_path, memory_rescue=True)) == first
+    assert living_keeper(killed(tmp_path, memory=ckpt.Memory(every=3, rescue=True))) == first
 
 
 class TestSmallTmpfs:
@@ -163,7 +164,7 @@ class TestSmallTmpfs:
         assert list(memory.iterdir()) == []
 
     def test_its_snapshot_is_rescued(self, tmp_path: Path) -> None:
-        killed(tmp_path, small=True, memory_rescue=True)
+        killed(tmp_path, small=True, memory=ckpt.Memory(every=3, rescue=True))
         wait_until(lambda: (tmp_path / "root/step-00000015/manifest.json").exists(), "it is rescued")
         assert ckpt.verify(tmp_path / "root")["step-00000015"] == []
 
@@ -218,7 +219,7 @@ class TestAKeeperThatIsStopped:
         torch.manual_seed(3)
         model = nn.Linear(40, 40)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        manager = ckpt.StateManager(tmp_path / "root", model=model, optimizer=optimizer, save_every=10, memory_every=3)
+        manager = ckpt.StateManager(tmp_path / "root", model=model, optimizer=optimizer, save_every=10, memory=3)
         tier = manager.session.memory
         assert tier is not None
 

@@ -28,7 +28,7 @@ torch.manual_seed(0)
 model = nn.Linear(1024, 13 * 1024, bias=False)  # with its moments 160 MB
 optimizer = torch.optim.Adam(model.parameters(), foreach=False)
 every = 1 if sys.argv[2] == "snapshots" else None
-with ckpt.StateManager(sys.argv[1], model=model, optimizer=optimizer, memory_every=every) as manager:
+with ckpt.StateManager(sys.argv[1], model=model, optimizer=optimizer, memory=every) as manager:
     manager.resume()
     for _ in range(4):
         model.weight.grad = torch.ones_like(model.weight)

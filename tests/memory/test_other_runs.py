@@ -30,23 +30,23 @@ __all__ = ["memory", "straight"]
 class TestARunThatLives:
     @pytest.fixture
     def living(self, tmp_path: Path) -> Any:
-        training = Training(tmp_path / "root", memory_rescue=True)
+        training = Training(tmp_path / "root", memory=ckpt.Memory(every=3, rescue=True))
         with training.manager as manager:
             manager.resume()
             while manager.progress.step < 17:
                 training.one_step()
             yield training
 
-    @pytest.mark.parametrize("memory_every", [3, None])
+    @pytest.mark.parametrize("every", [3, None])
     @pytest.mark.parametrize("at", [17, 20])
     def test_a_second_run_is_refused_and_leaves_its_snapshots(
-        self, tmp_path: Path, memory: Path, living: Training, at: int, memory_every: int | None
+        self, tmp_path: Path, memory: Path, living: Training, at: int, every: int | None
     ) -> None:
         while living.manager.progress.step < at:  # the newest is in memory, or in the root
             living.one_step()
         there = snapshots(memory)
         with pytest.raises(ckpt.LockedError):
-            Training(tmp_path / "root", memory_every=memory_every).to(25)
+            Training(tmp_path / "root", memory=every).to(25)
         assert snapshots(memory) == there
         living.one_step()
         assert (tmp_path / "root" / ".memory").exists()
@@ -74,7 +74,7 @@ class TestARunThatLives:
         assert place.facts["rescue"] is not None
 
     def test_without_the_option_too(self, tmp_path: Path, memory: Path, living: Training) -> None:
-        with Training(tmp_path / "root", memory_every=None).manager as manager:
+        with Training(tmp_path / "root", memory=None).manager as manager:
             manager.load_state()
         assert (tmp_path / "root" / ".memory").exists()
         assert snapshots(memory) == ["step-00000012", "step-00000015"]
@@ -139,8 +139,8 @@ class TestARunThatDied:
     ) -> None:
         Training(tmp_path / "root").to(17)
         for _ in range(2):
-            Training(tmp_path / "root", memory_every=None).to(18)
-        assert caplog.text.count("without memory_every") == 1
+            Training(tmp_path / "root", memory=None).to(18)
+        assert caplog.text.count("without memory=") == 1
 
     @pytest.mark.slow
     def test_a_forked_child_that_outlives_it_is_in_nobodys_way(self, tmp_path: Path, straight: str) -> None:
@@ -172,20 +172,20 @@ class TestAnAbandonedFuture:
 
     @pytest.fixture(autouse=True)
     def first(self, tmp_path: Path, memory: Path) -> None:
-        Training(tmp_path / "root", memory_every=1).to(19)
+        Training(tmp_path / "root", memory=1).to(19)
         assert snapshots(memory) == ["step-00000018", "step-00000019"]
 
     def third(self, root: Path) -> None:
-        training = Training(root, memory_every=1)
+        training = Training(root, memory=1)
         training.to(21)
         assert (training.restored.from_memory, training.restored.step) == (False, 20)
 
     def test_of_a_run_without_the_option(self, tmp_path: Path) -> None:
-        Training(tmp_path / "root", memory_every=None).to(20)
+        Training(tmp_path / "root", memory=None).to(20)
         self.third(tmp_path / "root")
 
     def test_of_a_run_without_the_option_that_saves_before_it_resumes(self, tmp_path: Path) -> None:
-        training = Training(tmp_path / "root", memory_every=None)
+        training = Training(tmp_path / "root", memory=None)
         with training.manager as manager:
             manager.load_state("step-00000010")
             while manager.progress.step < 20:
@@ -195,7 +195,7 @@ class TestAnAbandonedFuture:
     def test_of_a_run_on_another_host(self, tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "other").mkdir()
         monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "other"))
-        Training(tmp_path / "root", memory_every=6).to(20)
+        Training(tmp_path / "root", memory=6).to(20)
         monkeypatch.setenv("CKPT_MEMORY_DIR", str(memory))
         self.third(tmp_path / "root")
 
@@ -210,7 +210,7 @@ class TestAnAbandonedFuture:
     def test_of_a_run_with_another_version(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patched:
             patched.setattr(place_module, "code_versions", lambda: {"ckpt": "another"})
-            Training(tmp_path / "root", memory_every=6).to(20)
+            Training(tmp_path / "root", memory=6).to(20)
         self.third(tmp_path / "root")
 
     def test_of_a_run_that_went_back(self, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_a_host_that_was_replaced_has_its_part_back_from_the_next_one(
     tmp_path: Path, straight: list[str], lost: int
 ) -> None:
-    job = Job(tmp_path, 0, 1, 2, sharded=True, memory_replicas=1)
+    job = Job(tmp_path, 0, 1, 2, sharded=True, memory=ckpt.Memory(every=2, replicas=1))
     job.to(9, None)
     job.replace_host(lost)
     assert job.to(12, (True, 8)) == straight
@@ -38,7 +38,7 @@ def test_a_host_that_was_replaced_has_its_part_back_from_the_next_one(
 
 @pytest.mark.slow
 def test_two_hosts_that_were_replaced_make_all_take_the_roots(tmp_path: Path, straight: list[str]) -> None:
-    job = Job(tmp_path, 0, 1, 2, sharded=True, memory_replicas=1)
+    job = Job(tmp_path, 0, 1, 2, sharded=True, memory=ckpt.Memory(every=2, replicas=1))
     job.to(9, None)
     job.replace_host(0)
     job.replace_host(1)
@@ -66,7 +66,7 @@ def test_what_every_rank_has_comes_back_from_any_host(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_damaged_copy_makes_all_take_the_roots(tmp_path: Path, straight: list[str]) -> None:
-    job = Job(tmp_path, 0, 1, 2, sharded=True, memory_replicas=1)
+    job = Job(tmp_path, 0, 1, 2, sharded=True, memory=ckpt.Memory(every=2, replicas=1))
     job.to(9, None)
     job.replace_host(1)
     for file in job.memories[2].glob("ckpt-*/replica/*/model/*.safetensors"):
@@ -86,7 +86,7 @@ def test_hosts_that_have_changed_places_send_each_other_their_parts(tmp_path: Pa
 
 @pytest.mark.slow
 def test_after_a_replacement_the_next_loss_is_cured_too(tmp_path: Path, straight: list[str]) -> None:
-    job = Job(tmp_path, 0, 1, 2, sharded=True, memory_replicas=1)
+    job = Job(tmp_path, 0, 1, 2, sharded=True, memory=ckpt.Memory(every=2, replicas=1))
     job.to(7, None)
     job.replace_host(1)
     job.to(9, (True, 6))
@@ -106,7 +106,7 @@ dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = fully_shard(nn.Linear(30, 30))
 optimizer = torch.optim.AdamW(model.parameters())
-with ckpt.StateManager(root, model=model, optimizer=optimizer, memory_every=2, memory_replicas=1) as manager:
+with ckpt.StateManager(root, model=model, optimizer=optimizer, memory=ckpt.Memory(every=2, replicas=1)) as manager:
     restored = manager.resume()
     assert (restored.step if restored else 0) == expected, restored
     while manager.progress.step < last:

@@ -65,9 +65,7 @@ class Run:
         torch.manual_seed(seed)
         self.model = nn.Linear(600, 600)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.manager = ckpt.StateManager(
-            root, model=self.model, optimizer=self.optimizer, save_every=1000, memory_every=1
-        )
+        self.manager = ckpt.StateManager(root, model=self.model, optimizer=self.optimizer, save_every=1000, memory=1)
         self.manager.resume()
 
     def train(self, steps: int) -> list[str]:

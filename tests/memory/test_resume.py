@@ -48,7 +48,7 @@ class Training:
         torch.manual_seed(3)
         self.model = nn.Linear(40, 40)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        options = {"save_every": 10, "memory_every": 3, **options}
+        options = {"save_every": 10, "memory": 3, **options}
         self.manager = ckpt.StateManager(root, model=self.model, optimizer=self.optimizer, **options)
 
     def to(self, last: int, die: bool = True) -> str:
@@ -85,7 +85,7 @@ class Training:
 
 @pytest.fixture
 def straight(tmp_path: Path) -> str:
-    return Training(tmp_path / "straight", memory_every=None).to(25)
+    return Training(tmp_path / "straight", memory=None).to(25)
 
 
 def snapshots(memory: Path) -> list[str]:
@@ -128,7 +128,7 @@ def test_a_run_that_died_resumes_from_memory(
 def test_snapshots_of_a_run_that_signs_are_signed(tmp_path: Path, memory: Path, straight: str) -> None:
     key = str(tmp_path / "key.pem")
     new_key(key)
-    signed: dict[str, Any] = {"sign": key, "require_signed": True}
+    signed: dict[str, Any] = {"signing": ckpt.Signing(key=key, required=True)}
     Training(tmp_path / "root", **signed).to(17)
     newest = slot(memory, "step-00000015") / "manifest.json"
     found = Manifest.from_bytes(newest.read_bytes(), "newest")
@@ -149,7 +149,7 @@ def test_the_report_says_what_memory_cost_and_saved(tmp_path: Path) -> None:
 
 
 def test_a_run_without_memory_has_nothing_of_it_in_its_manifests(tmp_path: Path) -> None:
-    Training(tmp_path / "root", memory_every=None).to(10)
+    Training(tmp_path / "root", memory=None).to(10)
     assert '"memory"' not in (tmp_path / "root" / "step-00000010" / "manifest.json").read_text()
     assert "| memory |" not in render_markdown(gather(tmp_path / "root"))
 
@@ -210,7 +210,7 @@ def test_they_stay_when_the_last_save_of_a_run_fails(tmp_path: Path, memory: Pat
 
 
 def test_there_are_two_snapshots_at_most_and_no_more_memory_than_they_take(tmp_path: Path, memory: Path) -> None:
-    Training(tmp_path / "root", memory_every=1, save_every=None).to(9)
+    Training(tmp_path / "root", memory=1, save_every=None).to(9)
     assert snapshots(memory) == ["step-00000008", "step-00000009"]
     files = [path for path in memory.rglob("*") if path.is_file()]
     assert {stat.S_IMODE(path.stat().st_mode) for path in files if path.name != ".lock"} == {0o600}
@@ -252,7 +252,7 @@ class TestDamage:
     ) -> None:
         Training(tmp_path / "root").to(17)
         damage(slot(memory, "step-00000015"), file)
-        Training(tmp_path / "root", memory_every=4).to(17)
+        Training(tmp_path / "root", memory=4).to(17)
         assert snapshots(memory) == ["step-00000012", "step-00000016"]
 
     def test_with_nothing_in_the_root_damaged_manifests_are_named_before_the_run_begins_afresh(
@@ -350,7 +350,7 @@ class TestAsIfItHadNeverBeen:
 
     def test_without_the_option(self, tmp_path: Path) -> None:
         Training(tmp_path / "root").to(17)
-        restored = self.resumed_from(tmp_path / "root", memory_every=None)
+        restored = self.resumed_from(tmp_path / "root", memory=None)
         assert restored is not None
         assert restored.step == 10
 
@@ -369,7 +369,7 @@ class TestAsIfItHadNeverBeen:
         self, tmp_path: Path, memory: Path, resumes_first: bool
     ) -> None:
         Training(tmp_path / "root").to(17)
-        training = Training(tmp_path / "root", memory_rescue=True)
+        training = Training(tmp_path / "root", memory=ckpt.Memory(every=3, rescue=True))
         with contextlib.suppress(DiedError), training.manager as manager:
             if resumes_first:
                 assert manager.resume()
@@ -450,7 +450,7 @@ class TestLineage:
 
         def run(die_at: int) -> None:
             model = nn.Linear(1, 1)
-            with ckpt.StateManager(tmp_path / "root", model=model, save_every=10, memory_every=4) as manager:
+            with ckpt.StateManager(tmp_path / "root", model=model, save_every=10, memory=4) as manager:
                 for _ in manager.epochs(1):
                     for _ in manager.batches(data):
                         manager.step()

@@ -41,9 +41,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def manager(tmp_path: Path) -> Iterator[ckpt.StateManager]:
     model = nn.Linear(30, 30)
     optimizer = torch.optim.AdamW(model.parameters())
-    with ckpt.StateManager(
-        tmp_path / "root", model=model, optimizer=optimizer, save_every=1000, memory_every=2
-    ) as manager:
+    with ckpt.StateManager(tmp_path / "root", model=model, optimizer=optimizer, save_every=1000, memory=2) as manager:
         manager.resume()
         yield manager
 
@@ -208,7 +206,7 @@ def test_a_directory_that_never_was_is_said_once_at_the_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "absent"))
-    with ckpt.StateManager(tmp_path / "root", model=nn.Linear(2, 2), memory_every=1) as manager:
+    with ckpt.StateManager(tmp_path / "root", model=nn.Linear(2, 2), memory=1) as manager:
         manager.resume()
         for _ in range(3):
             manager.step()
@@ -220,7 +218,7 @@ def test_training_does_not_wait_where_there_is_no_memory_for_a_copy(
     tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ckpt.StateManager(
-        tmp_path / "root", model=nn.Linear(30, 30), memory_every=2, saving=ckpt.SaveOptions(host_memory=1)
+        tmp_path / "root", model=nn.Linear(30, 30), memory=2, saving=ckpt.SaveOptions(host_memory=1)
     ) as manager:
         manager.resume()
         train(manager, 8)
@@ -235,7 +233,7 @@ def test_in_a_container_with_a_small_tmpfs_and_no_keeper_the_tier_is_off_with_on
     script = """
 import sys, torch, ckpt
 model = torch.nn.Linear(1200, 1200)
-with ckpt.StateManager(sys.argv[1], model=model, save_every=5, memory_every=2) as manager:
+with ckpt.StateManager(sys.argv[1], model=model, save_every=5, memory=2) as manager:
     manager.resume()
     for _ in range(10):
         manager.step()
@@ -253,7 +251,7 @@ def test_a_run_that_is_told_to_stop_saves_to_the_root_and_leaves_nothing_in_memo
     tmp_path: Path, memory: Path
 ) -> None:
     def run() -> None:
-        with ckpt.StateManager(tmp_path / "root", model=nn.Linear(2, 2), memory_every=1) as manager:
+        with ckpt.StateManager(tmp_path / "root", model=nn.Linear(2, 2), memory=1) as manager:
             manager.resume()
             for step in range(1, 10):
                 if step == 4:
@@ -281,11 +279,13 @@ def test_a_rescue_that_nobody_can_make_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CKPT_MEMORY_KEEPER", "off")
-    with ckpt.StateManager(tmp_path / "root", model=nn.Linear(3, 3), memory_every=1, memory_rescue=True) as manager:
+    with ckpt.StateManager(
+        tmp_path / "root", model=nn.Linear(3, 3), memory=ckpt.Memory(every=1, rescue=True)
+    ) as manager:
         manager.resume()
         train(manager, 2)
         manager.save_state(wait=True)
-    assert caplog.text.count("memory_rescue=True has no effect") == 1
+    assert caplog.text.count("Memory(rescue=True) has no effect") == 1
 
 
 def test_a_run_that_ends_with_its_last_step_in_the_root_says_nothing(
@@ -310,7 +310,7 @@ def test_nor_does_one_that_went_back_to_a_checkpoint_of_the_root(
 
 def test_state_that_is_saved_whole_is_taken_in_shards(tmp_path: Path, memory: Path) -> None:
     saving_whole = ckpt.SaveOptions(layout="full", background=False)
-    with ckpt.StateManager(tmp_path / "root", model=nn.Linear(2, 2), memory_every=1, saving=saving_whole) as manager:
+    with ckpt.StateManager(tmp_path / "root", model=nn.Linear(2, 2), memory=1, saving=saving_whole) as manager:
         manager.resume()
         train(manager, 2)
         assert names(memory) == ["step-00000001", "step-00000002"]
@@ -333,7 +333,7 @@ def test_after_training_went_back_its_snapshots_are_in_a_folder_of_their_own(
 
 def test_a_snapshot_that_is_smaller_gives_back_what_it_does_not_need(tmp_path: Path, memory: Path) -> None:
     extra = Stateful({"value": torch.zeros(MB)})
-    with ckpt.StateManager(tmp_path / "root", model=nn.Linear(2, 2), memory_every=1) as manager:
+    with ckpt.StateManager(tmp_path / "root", model=nn.Linear(2, 2), memory=1) as manager:
         manager.register(extra=extra)
         manager.resume()
         train(manager, 2)

@@ -34,7 +34,8 @@ def test_a_time_that_is_none_is_refused_with_the_forms_that_are(tmp_path: Path, 
     with pytest.raises(ckpt.ConfigError) as raised:
         ckpt.StateManager(tmp_path / "run", model=nn.Linear(1, 1), save_every=text)
     assert str(raised.value) == (
-        f"StateManager: save_every={text!r} must be a number of steps, 1 or more, or a time, as '10min', '90s' or '2h'."
+        f"StateManager: save_every={text!r} must be a number of steps, 1 or more, a time, as '10min', '90s' or '2h', "
+        "or a ckpt.Every."
     )
 
 
@@ -67,7 +68,7 @@ def test_by_the_clock_a_run_saves_when_so_much_time_has_passed(tmp_path: Path) -
 def test_a_time_in_yaml_is_a_time(tmp_path: Path) -> None:
     (tmp_path / "ckpt.yaml").write_text(f"root: {tmp_path}/run\nsave_every: 10min\n")
     with ckpt.StateManager.from_config(tmp_path / "ckpt.yaml", model=nn.Linear(1, 1)) as manager:
-        assert manager.session.options.save_every == "10min"
+        assert manager.session.options.save_every == ckpt.Every(time="10min")
 
 
 def _by_the_clock(rank: int, root: str) -> None:
@@ -129,13 +130,13 @@ def test_every_rank_can_ask_for_a_save_again_and_again_and_all_save_after_the_sa
     assert steps[0] < after_going_back <= steps[0] + 12
 
 
-def _epochs(root: Path, total: int, **options: Any) -> list[tuple[int, float]]:
+def _epochs(root: Path, total: int, steps: int | None = None) -> list[tuple[int, float]]:
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
     data: Any = torch.arange(6.0).reshape(6, 1)
     loader: DataLoader[Any] = DataLoader(data, batch_size=2, shuffle=True)
     seen = []
-    with ckpt.StateManager(root, model=model, save_at_epoch_end=True, **options) as manager:
+    with ckpt.StateManager(root, model=model, save_every=ckpt.Every(steps=steps, epoch_end=True)) as manager:
         for epoch in manager.epochs(total):
             for batch in manager.batches(loader):
                 seen.append((epoch, float(batch.sum())))
@@ -144,7 +145,7 @@ def _epochs(root: Path, total: int, **options: Any) -> list[tuple[int, float]]:
 
 
 def test_the_end_of_every_epoch_is_saved_beside_the_steps(tmp_path: Path) -> None:
-    _epochs(tmp_path, 3, save_every=2)
+    _epochs(tmp_path, 3, steps=2)
     names = [found.name for found in ckpt.list_checkpoints(tmp_path)]
     assert sorted(names) == [
         "step-00000002", "step-00000003", "step-00000004", "step-00000006", "step-00000006-end", "step-00000008",

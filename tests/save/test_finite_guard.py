@@ -90,7 +90,7 @@ def test_told_to_terminate_with_dead_weights_a_run_stops_without_a_save(tmp_path
 
 
 def test_after_an_exception_dead_weights_are_not_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    manager = _manager(tmp_path, _model(math.nan), "skip", save_on_exception=True)
+    manager = _manager(tmp_path, _model(math.nan), "skip", save_every=ckpt.Every(exception=True))
     manager.resume()
     manager.step()
     manager.__exit__(ZeroDivisionError, ZeroDivisionError(), None)

@@ -36,7 +36,7 @@ class Training:
         self.loader: DataLoader[Any] = DataLoader(data, batch_size=2, shuffle=True)
         self.manager = ckpt.StateManager(
             root, model=self.model, optimizer=self.optimizer, scheduler=self.scheduler,
-            **{"save_on_exception": True, **options},
+            **{"save_every": ckpt.Every(exception=True), **options},
         )  # fmt: skip
 
     def _fails(self, fails: tuple[int, str] | None, place: str) -> bool:
@@ -115,7 +115,7 @@ def test_an_interrupt_is_one(tmp_path: Path) -> None:
 
 def test_without_the_option_nothing_is_saved(tmp_path: Path) -> None:
     with pytest.raises(FailureError):
-        Training(tmp_path, save_on_exception=False).run((5, "before"))
+        Training(tmp_path, save_every=None).run((5, "before"))
     assert ckpt.list_checkpoints(tmp_path) == []
 
 
@@ -137,7 +137,7 @@ def test_where_changes_cannot_be_noticed_it_is_off_and_says_so(
     training.manager.register(odd=Odd())
     with pytest.raises(FailureError):
         training.run((5, "before"))
-    assert "save_on_exception is off: odd has a ndarray, in which changes cannot be noticed" in caplog.text
+    assert "Every(exception=True) saves nothing: odd has a ndarray, in which changes cannot be noticed" in caplog.text
     assert ckpt.list_checkpoints(tmp_path) == []
 
 
@@ -147,8 +147,9 @@ def _fail(rank: int, root: str, failing: dict[int, int]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
         with ckpt.StateManager(
-            root, model=model, optimizer=optimizer, save_on_exception=True, ranks=ckpt.RankOptions(timeout=3)
-        ) as manager:
+            root, model=model, optimizer=optimizer, save_every=ckpt.Every(exception=True),
+            ranks=ckpt.RankOptions(timeout=3),
+        ) as manager:  # fmt: skip
             manager.resume()
             for step in range(1, 7):
                 if step > failing.get(rank, step):

@@ -526,7 +526,7 @@ def test_what_is_signed_is_pulled_and_loaded_and_nothing_else_where_that_is_requ
     required: dict[str, Any] = {"verify_key": new_key(tmp_path / "key.pem"), "require_signed": True}
     for name, value, sign in (("signed", 2.0, tmp_path / "key.pem"), ("unsigned", 3.0, False)):
         model = nn.Linear(8, 8, bias=False)
-        with manager_for(ROOT, model, sign=sign) as manager:
+        with manager_for(ROOT, model, signing=ckpt.Signing(key=sign)) as manager:
             manager.resume()
             nn.init.constant_(model.weight, value)
             manager.progress.step = int(value)

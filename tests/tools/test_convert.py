@@ -117,7 +117,7 @@ class TestBothWays:
         self, copy: Path, tmp_path: Path
     ) -> None:
         key = str(tmp_path / "key.pem")
-        required: dict[str, Any] = {"verify_key": new_key(key), "require_signed": True}
+        required: dict[str, Any] = {"signing": ckpt.Signing(verify_key=new_key(key), required=True)}
         with manager_for(tmp_path, **required) as manager, pytest.raises(ckpt.UntrustedError, match="is not signed"):
             manager.load_state(copy.name)
         ckpt.convert(copy, tmp_path / "root", sign=key)
