@@ -18,7 +18,7 @@ import ckpt
 import ckpt.formats
 import ckpt.storage
 from ckpt import errors
-from ckpt.cli.main import COMMANDS
+from ckpt.cli.main import _MODULES, COMMANDS
 
 PACKAGE = Path(ckpt.__file__).resolve().parent
 FORMATS = Path(ckpt.formats.__file__).resolve().parent
@@ -297,7 +297,7 @@ WITHOUT_TORCH = [
     "ckpt.storage",
     "ckpt.formats.native.manifest",
     "ckpt.cli.main",
-    *(f"ckpt.cli.{name}" for name in COMMANDS),
+    *sorted({f"ckpt.cli.{_MODULES.get(name, name)}" for name in COMMANDS}),
     "ckpt.memory.place",
 ]
 
