@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import click
 
-from ckpt.cli.output import checkpoint_or_path, echo, echo_json
+from ckpt.cli.output import Styled, checkpoint_or_path, echo, echo_json
 from ckpt.errors import MissingError, StorageError
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.registry import foreign_hint
@@ -169,34 +168,13 @@ def listed_hosts(others: Mapping[str, str]) -> str:
 
 
 def _show_table(rows: Sequence[Sequence[str]]) -> None:
-    if sys.stdout.isatty():
-        _show_on_terminal(rows)
-    else:
-        for line in format_table(_COLUMNS, rows, _RIGHT_ALIGNED):
-            echo(line)
-
-
-def _show_on_terminal(rows: Sequence[Sequence[str]]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for name in _COLUMNS:
-        table.add_column(
-            name,
-            justify="right" if name in _RIGHT_ALIGNED else "left",
-            no_wrap=name not in ("metrics", "state"),
-            overflow="fold",
-        )
-    for row in rows:
-        *cells, state = (Text(shown(cell)) for cell in row)
-        # green says that bytes were read: a file of the right size may have any content
-        plain = state.plain.startswith((COMPLETE, REMOVED))
-        state.stylize("green" if state.plain.startswith(INTACT) else "" if plain else "red")
-        table.add_row(*cells, state)
-    Console().print(table)
+    """On a terminal, in the colours of states: green says that bytes were read, and not only sizes compared."""
+    head, *lines = format_table(_COLUMNS, rows, _RIGHT_ALIGNED)
+    echo(head)
+    for line, row in zip(lines, rows, strict=True):
+        state = shown(row[-1])
+        colour = "green" if state.startswith(INTACT) else None if state.startswith((COMPLETE, REMOVED)) else "red"
+        echo(line.removesuffix(state), Styled(state, colour))
 
 
 def without_name(text: str, name: str) -> str:

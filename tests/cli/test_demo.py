@@ -18,7 +18,7 @@ STEPS = 48
 
 
 def run_demo(root: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ckpt.cli", "demo", "--root", str(root), "--steps", str(STEPS)]
+    command = [sys.executable, "-m", "ckpt", "demo", "--root", str(root), "--steps", str(STEPS)]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 

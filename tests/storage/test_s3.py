@@ -568,7 +568,7 @@ manager.save_state("a")
         model = nn.Linear(3, 3)
         with ckpt.StateManager(s3, model=model) as manager:
             manager.save_state("a", wait=True)
-        command = [sys.executable, "-m", "ckpt.cli"]
+        command = [sys.executable, "-m", "ckpt"]
         for arguments, said in (
             (["ls", s3], "complete"),
             (["verify", f"{s3}/a"], "intact"),

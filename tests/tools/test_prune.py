@@ -274,7 +274,7 @@ class TestCommand:
     def test_on_a_terminal_it_asks(self, tmp_path: Path, answer: str, left: list[int]) -> None:
         save(tmp_path, [1.0] * 3)
         main_end, child_end = pty.openpty()
-        command = [sys.executable, "-m", "ckpt.cli", "prune", str(tmp_path), "--keep-last", "1"]
+        command = [sys.executable, "-m", "ckpt", "prune", str(tmp_path), "--keep-last", "1"]
         with subprocess.Popen(command, stdin=child_end, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
             os.write(main_end, f"{answer}\n".encode())
             _, asked = process.communicate(timeout=60)

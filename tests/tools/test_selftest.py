@@ -135,7 +135,7 @@ def test_the_command_says_what_it_found_and_its_status_tells(monkeypatch: pytest
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "here"))  # torch makes it when it is imported
-    command = [sys.executable, "-m", "ckpt.cli", "selftest", "--kills", "1", str(SCRIPTS / "nanogpt_like.py")]
+    command = [sys.executable, "-m", "ckpt", "selftest", "--kills", "1", str(SCRIPTS / "nanogpt_like.py")]
     here = tmp_path / "here"
     here.mkdir()
     done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=280, check=False)
