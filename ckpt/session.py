@@ -26,10 +26,9 @@ from ckpt.ranks.hosts import Hosts
 from ckpt.ranks.save_schedule import SaveSchedule
 from ckpt.root.catalog import check_name, manifests_of_run, name_of_step
 from ckpt.root.trust import open_keys
-from ckpt.save.capture import StateCapture
+from ckpt.save.capture import LiveState, StateCapture
 from ckpt.save.finite_guard import FiniteGuard
 from ckpt.save.last_boundary import LastBoundary
-from ckpt.save.live_state import LiveState
 from ckpt.save.root_writer import RootWriter, device_name, versions
 from ckpt.save.saver import Saver
 from ckpt.save.snapshot import Snapshots

@@ -27,8 +27,7 @@ from ckpt.ranks.find import find_ranks
 from ckpt.ranks.group import MAIN, Ranks, SingleProcess
 from ckpt.root import catalog
 from ckpt.root.verify import problems
-from ckpt.save.capture import StateCapture
-from ckpt.save.live_state import LiveState
+from ckpt.save.capture import LiveState, StateCapture
 from ckpt.save.root_writer import RootWriter
 from ckpt.save.saver import Saver
 from ckpt.save.transaction import SaveRequest

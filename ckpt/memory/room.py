@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
-from ckpt.save.memory_limit import available
 from ckpt.util.console import format_size
+from ckpt.util.memory_limit import available, reserve
 
 SLOTS = 2
-_RESERVE = 0.05  # of the memory that is available when the tier begins
-_MOST_RESERVED = 8 << 30  # bytes
 
 
 class Room(TypedDict):
@@ -33,27 +31,22 @@ def measure(folder: Path, used: int, *, memfd: bool = False) -> Room:
     return {"tmpfs": status.f_bavail * status.f_frsize, "memory": available(), "used": used, "memfd": memfd}
 
 
-def reserve_of(room: Room) -> int:
-    """Bytes that are left to the training: it may need more at any time, and nothing may be swapped out for us."""
-    return min(_MOST_RESERVED, int(_RESERVE * (room["memory"] + room["used"])))
-
-
 def problem(room: Room, sizes: Sequence[int], where: str, peak: int) -> str:
     """Why two snapshots of this size, summed over the ranks of a host, do not fit there; empty if they do.
 
     `peak`: bytes that training is known to need within a step, beside what it holds now.
     """
-    needed, reserve = SLOTS * sum(sizes), max(peak, reserve_of(room))
+    needed, left = SLOTS * sum(sizes), reserve(room["memory"] + room["used"], peak)
     more = max(0, needed - room["used"])
     if exceeds_tmpfs(room, sizes) and not room["memfd"]:
         return (
             f"{SLOTS} snapshots take {format_size(needed)}, and {where} has room for "
             f"{format_size(room['tmpfs'] + room['used'])}"
         )
-    if more + reserve > room["memory"]:
+    if more + left > room["memory"]:
         return (
             f"{SLOTS} snapshots take {format_size(needed)}, and of this host's memory "
-            f"{format_size(room['memory'] + room['used'])} can be used, {format_size(reserve)} of which are "
+            f"{format_size(room['memory'] + room['used'])} can be used, {format_size(left)} of which are "
             "left to the training"
         )
     return ""

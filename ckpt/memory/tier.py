@@ -22,7 +22,7 @@ from ckpt.memory.verdict import GIVE_WAY, SAVE, SKIP, Verdict, View, save_unless
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import Hosts
-from ckpt.save.comparison_history import ComparisonHistory
+from ckpt.save.capture import ComparisonHistory
 from ckpt.save.saver import Saver
 from ckpt.save.transaction import SaveRequest
 from ckpt.storage import Storage

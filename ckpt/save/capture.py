@@ -1,21 +1,32 @@
-"""Captures the state of live objects: asks every part for it, and divides it into what is sharded and what is not."""
+"""Captures the state of live objects: asks every part for it, and divides it into what is sharded and what is not.
+
+A part gives out a tree of values and live tensors. Trees of plain values get containers of their own at once, and are
+encoded later, in the background, with copies in place of the tensors; all others are encoded before training continues.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from operator import attrgetter
 from typing import Any
+
+import torch
 
 from ckpt.errors import CkptError, ConfigError, RanksError, UnsupportedError
 from ckpt.formats.native import documents
+from ckpt.formats.native.documents import Substitute, refuse
 from ckpt.formats.native.shard_table import ShardedState
+from ckpt.formats.sharded_tensors import ShardOutline, is_sharded, local_tensor
+from ckpt.formats.tensors import PartState, Unsharded
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.hosts import Hosts
-from ckpt.save.captured_state import CapturedState
-from ckpt.save.comparison_history import ComparisonHistory
-from ckpt.save.live_state import LivePart, LiveState
-from ckpt.save.replica_tensors import ReplicaTensors, sharded_replicas, unsharded_replicas
+from ckpt.save.captured_state import CapturedState, ReplicaTensors, part_values, sharded_replicas, unsharded_replicas
+from ckpt.save.checksums import fingerprints
+from ckpt.save.tensor_copies import Leaves, TensorCopies
 from ckpt.state.model import ModelPart
 from ckpt.state.parts import Part
 from ckpt.state.replicated import Replication
@@ -24,6 +35,198 @@ from ckpt.state.unwrap import JoinedModel
 _log = logging.getLogger("ckpt")
 
 LAYOUTS = ("auto", "full", "sharded")
+
+# Trees of plain values and dense tensors: once containers and tensors have been copied, they can be encoded later.
+_SCALARS = frozenset({bool, int, float, str, type(None)})
+_KEYS = frozenset({str, int})
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+_TOO_DEEP = 50
+_NEVER = tuple(map(attrgetter, ("is_nested", "is_quantized", "is_meta", "is_xla")))
+_NO_LAZY_BITS = (torch.Tensor.is_conj, torch.Tensor.is_neg)
+
+
+class NotPlainError(Exception):
+    """A tree has something in it that only its encoding can judge."""
+
+
+class PlainTrees:
+    """Copies the containers of trees, and collects their tensors. Nothing in them can be refused when it is encoded."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Any] = []  # plain or sharded, as they are in the trees
+        self.local: list[torch.Tensor] = []  # of each, this rank's shard or itself
+        self.sharded: dict[int, ShardOutline] = {}  # by identity
+
+    def copy(self, value: Any, depth: int = 0) -> Any:
+        """The tree with containers of its own and the same tensors. Raises `NotPlainError` for anything else."""
+        kind = type(value)
+        if kind is dict or kind is OrderedDict:
+            if depth > _TOO_DEEP or not _KEYS.issuperset(map(type, value)):
+                raise NotPlainError
+            return kind(zip(value, self._items(value.values(), depth), strict=True))
+        if kind is list or kind is tuple:
+            if depth > _TOO_DEEP:
+                raise NotPlainError
+            return kind(self._items(value, depth))
+        return self._items((value,), depth)[0]
+
+    def _items(self, values: Any, depth: int) -> list[Any]:
+        items = list(values)
+        for index, item in enumerate(items):  # most are tensors, and training waits
+            kind = type(item)
+            if kind in _TENSORS:
+                self.tensors.append(item)
+                self.local.append(item)
+            elif kind not in _SCALARS:
+                items[index] = self._container(item, depth + 1)
+        return items
+
+    def _container(self, value: Any, depth: int) -> Any:
+        if type(value) in (dict, OrderedDict, list, tuple):
+            return self.copy(value, depth)
+        if type(value) is Unsharded:
+            return Unsharded(*self._items(value, depth))
+        if not is_sharded(value) or not hasattr(value, "device_mesh"):  # FSDP 1 has objects of its own
+            raise NotPlainError
+        local = local_tensor(value)
+        if local.device.type != value.device_mesh.device_type:  # offloaded: PyTorch would build it on the device
+            raise NotPlainError
+        self.tensors.append(value)
+        self.local.append(local)
+        self.sharded[id(value)] = ShardOutline.of(value)
+        return value
+
+    def require_dense(self) -> None:
+        """Raise `NotPlainError` if the memory of some tensor is not exactly its values, in order."""
+        if not are_dense(self.local):
+            raise NotPlainError
+
+
+def are_dense(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all are strided and contiguous, and their values are those in memory. In loops of C: training waits."""
+    return (
+        {torch.strided}.issuperset(map(attrgetter("layout"), tensors))
+        and not any(any(map(has, tensors)) for has in _NEVER)
+        and all(map(torch.Tensor.is_contiguous, tensors))
+        and not any(any(map(has, tensors)) for has in _NO_LAZY_BITS)
+    )
+
+
+@dataclass(frozen=True)
+class LivePart:
+    """The state of a part, with live tensors in it."""
+
+    key: str
+    kind: str
+    tree: Any
+    frozen: frozenset[str] = frozenset()
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LiveState:
+    """What this rank has to save, not encoded yet.
+
+    `finish`: adds what is found out about the encoded state. `leaves`: the tensors in the trees, if these are plain and
+    have containers of their own; None if the state must be encoded before training continues.
+    """
+
+    state: CapturedState  # without the state of parts
+    parts: Sequence[LivePart]
+    sharded: Sequence[LivePart]
+    gathered: Sequence[LivePart]
+    own: Sequence[LivePart]
+    problems: list[str]
+    encode_sharded: Callable[[LivePart, Substitute | None, list[str]], ShardedState]
+    finish: Callable[[CapturedState], CapturedState]
+    leaves: Leaves | None = None
+    encoded: CapturedState | None = None
+
+    def prepared(self) -> LiveState:
+        """The same with trees that training cannot change, but for their tensors; encoded if that cannot be had."""
+        trees = PlainTrees()
+
+        def copied(parts: Sequence[LivePart]) -> list[LivePart]:
+            return [replace(part, tree=trees.copy(part.tree)) for part in parts]
+
+        try:
+            if self.gathered or self.problems:
+                raise NotPlainError
+            parts, sharded, own = copied(self.parts), copied(self.sharded), copied(self.own)
+            trees.require_dense()
+        except NotPlainError:
+            return replace(self, encoded=self.encode())
+        return replace(
+            self, parts=parts, sharded=sharded, own=own, leaves=Leaves.of(trees.tensors, trees.local, trees.sharded)
+        )
+
+    def encode(self, copies: TensorCopies | None = None) -> CapturedState:
+        """The state as files hold it, copies in place of live tensors. Refuses all values that no file can hold."""
+        if self.encoded is not None:
+            return self.encoded
+        substitute = None if copies is None else copies.of
+        problems: list[str] = []
+        parts = {part.key: _encoded(part, substitute, problems) for part in self.parts}
+        own = {part.key: _encoded(part, substitute, problems) for part in self.own}
+        sharded, gathered = (
+            {part.key: self.encode_sharded(part, substitute, problems) for part in found}
+            for found in (self.sharded, self.gathered)
+        )
+        refuse([*problems, *self.problems])
+        values = {**self.state.rank_values, "own": part_values(own)}
+        state = replace(self.state, parts=parts, sharded=sharded, gathered=gathered, rank_parts=own, rank_values=values)
+        finished = self.finish(state)
+        return finished if copies is None else _with_known_fingerprints(finished)
+
+
+def _encoded(part: LivePart, substitute: Substitute | None, problems: list[str]) -> PartState:
+    state = documents.encode_part(part.kind, part.tree, part.key, problems, substitute)
+    return replace(state, frozen=part.frozen, about=part.about)
+
+
+def _with_known_fingerprints(state: CapturedState) -> CapturedState:
+    """Wait for them: the copies that they are of may be released before somebody asks for them."""
+    for read in state.fingerprints.values():
+        read()
+    return state
+
+
+@dataclass
+class ComparisonHistory:
+    """The same on every rank. What should be equal is compared in full at its first save, and by turns from then on.
+
+    Once some of it has differed, no rank trusts in it any more: all of it is compared in full at every save, and each
+    rank keeps its own.
+    """
+
+    turn: int = 0  # counts the captures, which all ranks make together
+    trusted: bool = True
+    equal: dict[str, set[str]] = field(default_factory=dict)  # by part: tensors that were compared in full
+    reported: set[str] = field(default_factory=set)  # parts whose differences have been logged
+
+    def fingerprints(self, captured: CapturedState, turn: int) -> dict[str, Callable[[], dict[str, str]]]:
+        """Those of what should be equal: in full where it is new, else those of this turn."""
+        readers: dict[str, Callable[[], dict[str, str]]] = {}
+        for key, tensors in captured.should_be_equal():
+            known = self.equal.get(key, set())
+            first = fingerprints({name: tensor for name, tensor in tensors.items() if name not in known})
+            again = fingerprints({name: tensor for name, tensor in tensors.items() if name in known}, turn)
+            readers[key] = _both(first, again)
+        return readers
+
+    def distrust(self) -> None:
+        """Some of what should be equal differs."""
+        self.trusted = False
+        self.reported.clear()  # what differs now is more than was logged
+
+    def record_equal(self, captured: CapturedState) -> None:
+        """The ranks have compared what should be equal."""
+        for key, read in captured.fingerprints.items():
+            self.equal.setdefault(key, set()).update(read())
+
+
+def _both(one: Callable[[], dict[str, str]], other: Callable[[], dict[str, str]]) -> Callable[[], dict[str, str]]:
+    return cache(lambda: one() | other())
 
 
 @dataclass

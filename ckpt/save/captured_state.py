@@ -1,24 +1,125 @@
-"""The state that one rank has to save, and the files that it is laid out in."""
+"""The state that one rank has to save, and the files that it is laid out in.
+
+A rank keeps its replicas of tensors that another rank writes. If ranks find that they differ, it saves those too: an
+entry in its document, and a file of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 
+from ckpt.formats.layout import Layout, among
 from ckpt.formats.native import documents, tensor_file
 from ckpt.formats.native.manifest import digest
-from ckpt.formats.native.shard_table import ShardedState, written_by
-from ckpt.formats.sharded_tensors import is_sharded, local_tensor, on_part_of_mesh
+from ckpt.formats.native.shard_table import ShardedState, ShardSpec, ShardTable, written_by
+from ckpt.formats.native.tensor_file import View, untie
+from ckpt.formats.sharded_tensors import is_sharded, local_tensor, on_part_of_mesh, own_layout
 from ckpt.formats.tensors import FilePlan, PartState, Shard
-from ckpt.root.file_names import spread_file, whole_file
-from ckpt.save.replica_tensors import ReplicaTensors
+from ckpt.ranks.group import MAIN
+from ckpt.root.file_names import own_key, spread_file, whole_file
 from ckpt.state.replicated import Replication
 
 _WORTH_A_FILE = 1 << 20  # bytes of frozen tensors
+
+
+@dataclass(frozen=True)
+class ReplicaTensors:
+    """Live replicas of a part's tensors, laid out as the file that would hold all of them."""
+
+    path: str
+    shards: Mapping[str, Shard]
+
+    @classmethod
+    def of(cls, key: str, rank: int, shards: Mapping[str, Shard]) -> ReplicaTensors:
+        return cls(whole_file(own_key(key, rank)), shards)
+
+    @cached_property
+    def file(self) -> FilePlan:
+        return tensor_file.plan_file(self.path, self.shards)
+
+    @cached_property
+    def stored(self) -> list[str]:
+        """The names of tensors that have bytes of their own in the file, in the file's order."""
+        return [content[0] for content in self.file.contents or () if isinstance(content, tuple)]
+
+    @cached_property
+    def views(self) -> dict[str, View]:
+        """Tensors that are views of another tensor. Only that other one has bytes in the file."""
+        return untie({name: shard.tensor for name, shard in self.shards.items()})[1]
+
+    def names(self, stored: Collection[str]) -> list[str]:
+        """The stored tensors, and all that are views of them."""
+        return [name for name in self.shards if name in stored or self._base(name) in stored]
+
+    def file_of(self, stored: Collection[str], snapshot: FilePlan | None) -> FilePlan:
+        """The file with these tensors alone: out of the snapshot's file of all of them, or live."""
+        if snapshot is None:
+            return tensor_file.plan_file(self.path, {name: self.shards[name] for name in self.names(stored)})
+        if set(self.stored) <= set(stored):
+            return snapshot
+        copied = dict(self._copied(snapshot))
+        shards = {name: self._from(copied, name) for name in self.names(stored)}
+        return tensor_file.plan_file(self.path, shards)
+
+    def _base(self, name: str) -> str | None:
+        return self.views[name].of if name in self.views else None
+
+    def _from(self, copied: Mapping[str, torch.Tensor], name: str) -> Shard:
+        view = self.views.get(name)
+        tensor = view.on(copied[view.of]) if view else copied[name]
+        return self.shards[name]._replace(tensor=tensor)
+
+    def _copied(self, snapshot: FilePlan) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors as they lie in the snapshot, by name."""
+        data, start = bytearray(), 0
+        for piece in snapshot.pieces():  # one at a time: a piece may be valid until the next is asked for
+            data += piece
+        for content in self.file.contents or ():
+            if isinstance(content, bytes):
+                start += len(content)
+                continue
+            name, tensor = content
+            stop = start + tensor.nbytes
+            view = memoryview(data)[start:stop]
+            flat = torch.frombuffer(view, dtype=torch.uint8) if stop > start else torch.empty(0).byte()
+            yield name, flat.view(tensor.dtype).view(tensor.shape)
+            start = stop
+
+
+def unsharded_replicas(part: PartState, is_uncertain: Callable[[str], bool]) -> dict[str, Shard]:
+    """Of a part that the main rank writes: all tensors that are not guaranteed to be the same there."""
+    return {name: shard for name, shard in part.tensors.items() if is_uncertain(name)}
+
+
+@torch.no_grad()
+def sharded_replicas(
+    part: ShardedState, written: Collection[str], is_uncertain: Callable[[str], bool], rank: int, *, gathered: bool
+) -> dict[str, Shard]:
+    """Of a sharded part: plain tensors that another rank writes for all, and shards of which it writes a replica.
+
+    `written`: the names that this rank writes itself.
+    """
+    found = {}
+    for name, entry in part.table.tensors.items():
+        tensor = part.tensors[name]
+        if name in written or not entry.layout.holds(rank) or not is_uncertain(name):
+            continue
+        if not is_sharded(tensor):
+            if not (gathered and rank == MAIN):
+                found[name] = Shard.whole(tensor)
+        elif not (gathered and _is_gathered(entry.layout, rank)):
+            found[name] = Shard(local_tensor(tensor), entry.shape, entry.layout.box(entry.shape, rank).offsets)
+    return found
+
+
+def _is_gathered(layout: Layout, rank: int) -> bool:
+    """Whether the main rank gathers this rank's shard."""
+    return layout.holds(MAIN) and layout.copy_of(MAIN) == layout.copy_of(rank)
 
 
 @dataclass(frozen=True)
@@ -194,3 +295,51 @@ def _tensor_files(name: Callable[..., str], tensors: Mapping[str, Shard], frozen
         return [tensor_file.plan_file(name(), tensors)] if tensors else []
     files = [tensor_file.plan_file(name(frozen=bool(trained)), constant, likely_unchanged=True)]
     return [tensor_file.plan_file(name(), trained), *files] if trained else files
+
+
+def with_diverged_state(
+    captured: CapturedState,
+    diverged: Mapping[str, Any],
+    writes: Mapping[str, list[str]],
+    snapshot: Mapping[str, FilePlan],
+) -> CapturedState:
+    """The same, with this rank's own state of these parts in its document, and the files of their tensors.
+
+    `diverged`: by part, the verdict on this rank. `writes`: by part, further tensors that this rank writes for all.
+    `snapshot`: the files of its snapshot, by path, if there is one.
+    """
+    own = dict(captured.rank_values["own"])
+    for key, verdict in diverged.items():
+        absent = "absent" in verdict
+        own[own_key(key, captured.rank)] = {"absent": True} if absent else _entry(captured, key, verdict["tensors"])
+    names = {key: {*diverged.get(key, {}).get("tensors", ()), *writes.get(key, ())} for key in {**diverged, **writes}}
+    files = [file for key in names if (file := _file(captured, key, names[key], snapshot)) is not None]
+    return replace(captured, rank_values={**captured.rank_values, "own": own}, diverged_files=files)
+
+
+def _file(captured: CapturedState, key: str, names: set[str], snapshot: Mapping[str, FilePlan]) -> FilePlan | None:
+    """The file with these tensors; those that are among the shards which this rank writes anyway are left out."""
+    replicas = captured.replicas.get(key)
+    mine = names.intersection(replicas.stored) if replicas else set()
+    return replicas.file_of(mine, snapshot.get(replicas.path)) if replicas and mine else None
+
+
+def _entry(captured: CapturedState, key: str, names: list[str]) -> dict[str, Any]:
+    sharded: ShardedState | None = captured.sharded.get(key) or captured.gathered.get(key)
+    replicas = captured.replicas.get(key)
+    mine = set(replicas.stored).intersection(names) if replicas else set()
+    found = replicas.names(mine) if replicas else []
+    part = sharded or captured.parts[key]
+    shards = {name for name in found if sharded and is_sharded(sharded.tensors[name])}
+    entry = {"class": part.kind, "state": part.values, "plain": [name for name in found if name not in shards]}
+    if sharded is None:
+        return entry
+    tensors = {name: _of_this_copy(sharded, name, captured.rank) for name in sorted(shards)}
+    tensors |= {name: sharded.table.tensors[name] for name in names if name not in mine}  # among the shards it writes
+    return {**entry, "spread": ShardTable(tensors, sharded.table.aliases).to_json()}
+
+
+def _of_this_copy(part: ShardedState, name: str, rank: int) -> ShardSpec:
+    """The tensor as the ranks hold it that have this rank's copy: those with other replicas have another."""
+    entry = part.table.tensors[name]
+    return ShardSpec(entry.dtype, entry.shape, among(own_layout(part.tensors[name]), part.members).copy_with(rank))

@@ -7,26 +7,30 @@ cache, where a restart on this machine finds them.
 from __future__ import annotations
 
 import atexit
+import errno
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from ckpt.formats.native.manifest import FileRecord
-from ckpt.root.catalog import find
+from ckpt.errors import AbsentError, CkptError, DamagedError, NotDurableError, StorageError, shows_damage
+from ckpt.formats.native.manifest import BLOCK_SIZE, FILE_NAME, BlockHasher, FileRecord, Manifest
+from ckpt.formats.tensors import FilePlan
+from ckpt.root.catalog import find, scan
 from ckpt.root.commit import EarlierFile
-from ckpt.root.verified_file import WINDOW
-from ckpt.save.committed_files import CommittedFiles, DiskProblem, GoneError, Rewrite
-from ckpt.save.memory_limit import available
-from ckpt.save.repair_report import Repair, RepairReport, text_of
+from ckpt.root.verified_file import WINDOW, VerifiedFile
+from ckpt.root.verify import lock_patiently
 from ckpt.save.root_writer import RootWriter
 from ckpt.storage.base import PageCached
 from ckpt.util.console import format_size
-from ckpt.util.filesystem import is_on_network
+from ckpt.util.filesystem import count_names, is_on_network
 from ckpt.util.fork_safety import OwnerProcess
+from ckpt.util.memory_limit import spare
 from ckpt.util.thread_priority import normal_io_priority, work_in_background
 
 _log = logging.getLogger("ckpt")
@@ -36,6 +40,7 @@ _REMOVAL = 1.0  # seconds within which somebody who removes a folder by hand has
 _PAUSE = 0.1
 _TOO_LATE = "a save, a load or close() has come before"
 _PATIENCE = 5.0  # seconds that the end of the program waits for a disk that does not answer
+_FAILING_DISK = {errno.EIO, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN}
 
 
 class ReadBack:
@@ -159,10 +164,10 @@ class _Reading:
         return True
 
     def _is_memory_plentiful(self) -> bool:
-        """Whether what the ranks of this host have written takes at most half of the memory that is available."""
+        """Whether what the ranks of this host have written fits into the memory that can be spared."""
         manifest = self._manifest or find(self._storage, self._files.checkpoint).manifest
         size = self._files.size * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        size, room = min(size, manifest.size if manifest is not None else size), available() // 2
+        size, room = min(size, manifest.size if manifest is not None else size), spare()
         if size > room:
             _log.debug("%s is not read back: it has %s, for %s", self._url, format_size(size), format_size(room))
         return size <= room
@@ -229,27 +234,27 @@ class _Reading:
 
     def _repair(self, record: FileRecord, found: DiskProblem, buffer: memoryview) -> Repair:
         """Write a file again and read it back."""
-        rewrite = self._write_again(record)
-        if not rewrite.is_written:
-            return Repair(rewrite.problem, is_damage=found.is_damage)
+        written = self._write_again(record, found)
+        if written.why:
+            return written
         try:
-            problem = None if rewrite.problem else self._problem(record, buffer)
+            problem = self._problem(record, buffer)
         except _StoppedError:
             return Repair(_TOO_LATE, is_unproven=True)
         except Exception as error:
             return Repair(text_of(error).rstrip("."), is_unproven=True)
         if problem is not None:
             return Repair(f"it was written again, and still {problem.text}", is_damage=problem.is_damage)
-        return Repair(rewrite.problem, is_unproven=bool(rewrite.problem))
+        return written
 
-    def _write_again(self, record: FileRecord) -> Rewrite:
+    def _write_again(self, record: FileRecord, found: DiskProblem) -> Repair:
         try:
             with normal_io_priority():
-                return self._files.write_again(self._storage, record)
+                return self._files.write_again(self._storage, record, found)
         except GoneError:
             pass
         except Exception as error:
-            return Rewrite(False, f"it could not be written again ({text_of(error).rstrip('.')})")
+            return Repair(f"it could not be written again ({text_of(error).rstrip('.')})", is_damage=found.is_damage)
         raise GoneError  # anew: the traceback of the first one refers to the snapshot
 
     def _distrust(self, record: FileRecord, repair: Repair) -> None:
@@ -279,3 +284,210 @@ _under_way: set[_Reading] = set()
 def _stop_all() -> None:
     for started in list(_under_way):
         started.finish()
+
+
+# The files of a checkpoint: what the disk returns for them, writing one again, and what the log says of it.
+
+
+class DiskProblem(NamedTuple):
+    """What is wrong with a file: bytes that differ or are missing (`is_damage`), or a disk that cannot read them."""
+
+    text: str
+    is_damage: bool
+
+
+class Repair(NamedTuple):
+    """How a repair has ended. `why`: why the file is not known to be intact now; "" if it is.
+
+    `is_unproven`: it was written again, and nothing is known to be wrong since. `is_damage`: bytes differ or are
+    missing.
+    """
+
+    why: str = ""
+    is_unproven: bool = False
+    is_damage: bool = False
+
+
+class GoneError(Exception):
+    """The checkpoint was removed, or replaced by another one of its name."""
+
+
+@dataclass(frozen=True)
+class CommittedFiles:
+    """The files of a committed checkpoint that this rank has written or linked.
+
+    `in_memory`: those whose bytes are still in memory, by name, until `free_memory`. They are valid until the next
+    snapshot is taken.
+    """
+
+    checkpoint: str
+    id: str
+    records: tuple[FileRecord, ...]
+    in_memory: dict[str, FilePlan]
+
+    @property
+    def size(self) -> int:
+        return sum(record.size for record in self.records)
+
+    def with_manifest(self, manifest: Manifest) -> CommittedFiles:
+        """The same, with the manifest, which this rank has written too."""
+        plan = FilePlan.of(FILE_NAME, manifest.to_bytes())
+        record = FileRecord(name=FILE_NAME, path=FILE_NAME, size=plan.size, blocks=_blocks_of(plan))
+        self.in_memory[FILE_NAME] = plan
+        return replace(self, records=(*self.records, record))
+
+    def free_memory(self) -> None:
+        """Free what is in memory, on the calling thread. Nothing may be writing it."""
+        self.in_memory.clear()
+
+    def key(self, record: FileRecord) -> str:
+        return f"{self.checkpoint}/{record.path}"
+
+    def is_current(self, storage: PageCached) -> bool:
+        """Whether the checkpoint is still this one, by its manifest or the copy of it. Where both were altered it is:
+        nobody else writes there."""
+        try:
+            found = find(storage, self.checkpoint)
+        except StorageError as error:
+            if not _is_failing_disk(error):
+                raise
+            return self._has(storage, FILE_NAME)
+        if found.manifest is not None:
+            return found.manifest.id == self.id
+        return self._has(storage, FILE_NAME) and isinstance(found.problem, DamagedError)
+
+    def _has(self, storage: PageCached, path: str) -> bool:
+        return storage.version(f"{self.checkpoint}/{path}") is not None
+
+    def problem(
+        self, storage: PageCached, record: FileRecord, buffer: memoryview, advance: Callable[[float], None]
+    ) -> DiskProblem | None:
+        """Read a file from the disk, into the page cache. None if it has the bytes that were written."""
+        file = VerifiedFile.of(storage, self.checkpoint, record)
+        try:
+            storage.evict(file.stored.key)
+            for index in range(len(record.blocks)):
+                altered = file.verify_block(index, buffer, advance)
+                if altered:
+                    return DiskProblem(altered, is_damage=True)
+        except (DamagedError, StorageError) as error:
+            if shows_damage(error) or _is_failing_disk(error):
+                return DiskProblem(str(error).rstrip("."), is_damage=shows_damage(error))
+            raise
+        return None
+
+    def write_again(self, storage: PageCached, record: FileRecord, found: DiskProblem) -> Repair:
+        """Replace a file by the same bytes, from memory. What was found is still there if that cannot be done.
+
+        The manifest lists them already, and is not changed. While the checkpoint's shared lock is held, no process
+        removes it.
+        """
+        plan = self.in_memory.get(record.name)
+        if plan is None:
+            return Repair("its bytes are no longer in memory", is_damage=found.is_damage)
+        if _blocks_of(plan, record.block_size) != record.blocks:
+            return Repair("what is in memory does not match its hashes either", is_damage=found.is_damage)
+        try:
+            with ExitStack() as held:
+                self._lock(storage, held)
+                if not self.is_current(storage):
+                    raise GoneError
+                pieces = list(plan.pieces()) if plan.in_memory else plan.pieces()
+                storage.write(self.key(record), pieces, over=storage.version(self.key(record)))
+        except NotDurableError as error:
+            return Repair(str(error).rstrip("."), is_unproven=True)
+        except StorageError as error:
+            return Repair(f"it could not be written again ({str(error).rstrip('.')})", is_damage=found.is_damage)
+        return Repair()
+
+    def _lock(self, storage: PageCached, held: ExitStack) -> None:
+        try:
+            lock_patiently(storage, self.checkpoint, held)
+        except AbsentError:
+            raise GoneError from None
+
+
+def _is_failing_disk(error: BaseException) -> bool:
+    return getattr(error.__cause__, "errno", None) in _FAILING_DISK
+
+
+def _blocks_of(plan: FilePlan, block_size: int = BLOCK_SIZE) -> tuple[str, ...]:
+    hasher = BlockHasher(block_size)
+    for piece in plan.pieces():
+        hasher.update(piece)
+    return hasher.digests
+
+
+@dataclass(frozen=True)
+class RepairReport:
+    """The messages about one file. To be made before the repair, which gives a linked file an inode of its own."""
+
+    storage: PageCached
+    files: CommittedFiles
+    record: FileRecord
+    is_shared: bool
+
+    @classmethod
+    def begin(
+        cls, storage: PageCached, files: CommittedFiles, record: FileRecord, problem: DiskProblem
+    ) -> RepairReport:
+        """Log what was found."""
+        place = getattr(storage, "place", None)
+        is_shared = place is not None and count_names(f"{place}/{files.key(record)}") > 1
+        report = cls(storage, files, record, is_shared)
+        _log.error(
+            "%s: the disk does not return what was written: %s. Found by reading the checkpoint back after its commit.",
+            report._url, problem.text,
+        )  # fmt: skip
+        return report
+
+    @property
+    def _url(self) -> str:
+        return f"{self.storage.url}/{self.files.checkpoint}"
+
+    def end(self, repair: Repair, root: RootWriter | None) -> None:
+        """Log how the repair has ended."""
+        where = f"{self._url}/{self.record.path}"
+        if not repair.why:
+            _log.warning("%s was written again, and is intact now. Check the disk.%s", where, self._shared())
+        elif repair.is_unproven:
+            _log.warning(
+                "%s was written again, not yet read back: %s. Check the disk, and run `ckpt verify %s`.%s",
+                where, repair.why, self._url, self._shared(),
+            )  # fmt: skip
+        else:
+            advice = self._advice(repair, root)
+            _log.error("%s is not repaired: %s. %s%s", where, repair.why, advice, self._shared())
+
+    def _shared(self) -> str:
+        if not self.is_shared:
+            return ""
+        return (
+            " Older checkpoints share the file that the disk did not return, and are as damaged as before: run "
+            f"`ckpt verify {self.storage.url}`."
+        )
+
+    def _advice(self, repair: Repair, root: RootWriter | None) -> str:
+        """What a resume will do, and what the user should do."""
+        if not repair.is_damage:
+            return (
+                f"A resume that comes to {self._url} stops while it cannot be read: save again, check the disk, or "
+                "move that folder away."
+            )
+        is_mirrored = root is not None and root.mirror is not None and root.mirror.newest is not None
+        if is_mirrored or self._has_other_checkpoint(root.damaged if root is not None else set()):
+            return f"A resume skips {self._url} and takes the newest intact checkpoint: save again, and check the disk."
+        return "No other checkpoint is known to this process: save again now, and check the disk."
+
+    def _has_other_checkpoint(self, damaged: set[str]) -> bool:
+        """Whether the root has another one that is not known to be damaged."""
+        try:
+            names = {checkpoint.name for checkpoint in scan(self.storage) if checkpoint.committed}
+        except CkptError:  # there may be some that cannot be read now
+            return True
+        return bool(names - damaged - {self.files.checkpoint})
+
+
+def text_of(error: Exception) -> str:
+    """The message of an error, with its type if it is none of ckpt's."""
+    return str(error) if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"

@@ -17,10 +17,9 @@ from ckpt.ranks.group import MAIN
 from ckpt.root.catalog import Overview
 from ckpt.root.lock import lock_root
 from ckpt.root.save_reports import SaveReport, SaveReports
-from ckpt.save.committed_files import CommittedFiles
-from ckpt.save.comparison_history import ComparisonHistory
+from ckpt.save.capture import ComparisonHistory
 from ckpt.save.held_root import EarlyLock
-from ckpt.save.read_back import ReadBack
+from ckpt.save.read_back import CommittedFiles, ReadBack
 from ckpt.save.root_writer import RootWriter
 from ckpt.save.snapshot import Snapshot, Snapshots
 from ckpt.save.transaction import SaveRequest, SaveTransaction

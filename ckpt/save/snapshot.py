@@ -22,7 +22,6 @@ from ckpt.save.device_room import DeviceRoom
 from ckpt.save.device_staging import DeviceBlock, plan_blocks, stage
 from ckpt.save.device_streams import Device
 from ckpt.save.host_image import HostImages, ImagePart
-from ckpt.save.memory_limit import available
 from ckpt.save.reserved_image import ReservedImage
 from ckpt.save.room_warnings import RoomWarnings
 from ckpt.save.snapshot_layout import PAGE, SnapshotLayout, in_pages
@@ -30,6 +29,7 @@ from ckpt.save.streamed_files import streamed_files
 from ckpt.save.tensor_copies import Leaves, TensorCopies
 from ckpt.storage import Reserving
 from ckpt.util.aligned_memory import HUGE_PAGE
+from ckpt.util.memory_limit import available, reserve
 from ckpt.util.threads import ThreadCall
 
 _LITTLE = 64 << 20  # bytes: less than this is not worth prefaulting
@@ -54,7 +54,7 @@ class Snapshot:
 class Snapshots:
     """Takes snapshots, in host memory that later ones reuse.
 
-    `host_memory`: bytes to use at most; by default four fifths of what is available. `device_memory`: bytes that a
+    `host_memory`: bytes to use at most; by default what is available, less a reserve. `device_memory`: bytes that a
     snapshot may take on each device until it is fetched; by default what training has never needed, less a reserve.
     """
 
@@ -288,7 +288,8 @@ class Snapshots:
         if self._limit is not None:
             return self._limit - self._images.size + self._images.free_size - self._small
         to_come = sum(arrival.missing for arrival in self._arrivals)  # memory that is in use, and not resident yet
-        return int(0.8 * (available() + self._images.free_resident - to_come))
+        memory = available() + self._images.free_resident - to_come
+        return memory - reserve(memory)
 
     def _fits(self, size: int) -> bool:
         return size <= self._host_limit

@@ -23,15 +23,12 @@ from ckpt.ranks.liveness import format_ranks
 from ckpt.root import deletion
 from ckpt.root.catalog import Summary
 from ckpt.root.commit import Attempt, WrittenFile
-from ckpt.save.captured_state import CapturedState
-from ckpt.save.comparison_history import ComparisonHistory
-from ckpt.save.diverged_state import with_diverged_state
+from ckpt.save.capture import ComparisonHistory, LiveState
+from ckpt.save.captured_state import CapturedState, with_diverged_state
 from ckpt.save.held_root import HeldRoot
-from ckpt.save.live_state import LiveState
-from ckpt.save.rank_description import RankDescription, outlines_match
+from ckpt.save.rank_description import RankDescription, SplitDetails, join_details, outlines_match
 from ckpt.save.rank_differences import Verdict, judge, refuse_to_mix
 from ckpt.save.root_writer import RootWriter
-from ckpt.save.shared_details import SplitDetails, join_details
 from ckpt.save.snapshot import Snapshot, Snapshots
 from ckpt.save.tensor_copies import TensorCopies
 from ckpt.storage.local.storage import LocalStorage

@@ -356,13 +356,13 @@ class TestRoom:
         )
 
     def test_a_reserve_is_left_to_the_training(self) -> None:
-        have = Room(tmpfs=10_000 * MB, memory=205 * MB, used=0, memfd=False)
+        have = Room(tmpfs=10_000 * MB, memory=249 * MB, used=0, memfd=False)
         assert "are left to the training" in room.problem(have, [100 * MB], "/dev/shm", 0)
-        assert room.problem(Room({**have, "memory": 211 * MB}), [100 * MB], "/dev/shm", 0) == ""
+        assert room.problem(Room({**have, "memory": 250 * MB}), [100 * MB], "/dev/shm", 0) == ""
 
     def test_also_when_the_snapshots_are_there(self) -> None:
-        assert room.problem(Room(tmpfs=0, memory=5 * MB, used=200 * MB, memfd=False), [100 * MB], "/dev/shm", 0) != ""
-        assert room.problem(Room(tmpfs=0, memory=5 * MB, used=95 * MB, memfd=False), [40 * MB], "/dev/shm", 0) == ""
+        assert room.problem(Room(tmpfs=0, memory=20 * MB, used=200 * MB, memfd=False), [100 * MB], "/dev/shm", 0) != ""
+        assert room.problem(Room(tmpfs=0, memory=20 * MB, used=80 * MB, memfd=False), [40 * MB], "/dev/shm", 0) == ""
 
     def test_so_is_what_a_step_of_it_is_known_to_need(self) -> None:
         have = Room(tmpfs=10_000 * MB, memory=300 * MB, used=0, memfd=False)

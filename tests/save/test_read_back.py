@@ -28,7 +28,7 @@ import ckpt
 from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.root.save_marker import mark_removal
 from ckpt.save import read_back
-from ckpt.save.committed_files import CommittedFiles
+from ckpt.save.read_back import CommittedFiles
 from ckpt.storage import ANY, Buffer, LocalStorage
 from ckpt.storage.local.storage import _is_cached
 from ckpt.util import thread_priority
@@ -420,7 +420,7 @@ def test_any_error_of_the_thread_is_one_warning(
     def fail() -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(read_back, "available", fail)
+    monkeypatch.setattr(read_back, "spare", fail)
     monkeypatch.setattr(read_back, "WORTH_IT", 0)
     with ckpt.StateManager(root, model=model()) as manager:
         manager.save_state("a")
@@ -522,11 +522,11 @@ class TestWhen:
         assert self.read(Disk(root), wanted) == happens
 
     @pytest.mark.parametrize(("free", "wanted", "happens"), [(1, None, True), (-2, None, False), (-2, True, True)])
-    def test_memory_is_plentiful_if_it_is_twice_of_what_was_written(
+    def test_memory_is_plentiful_if_what_was_written_can_be_spared(
         self, root: Folder, monkeypatch: pytest.MonkeyPatch, free: int, wanted: bool | None, happens: bool
     ) -> None:
         monkeypatch.setattr(read_back, "WORTH_IT", 0)
-        monkeypatch.setattr(read_back, "available", lambda: 2 * size(root) + free)
+        monkeypatch.setattr(read_back, "spare", lambda: size(root) + free)
         assert self.read(Disk(root), wanted) == happens
 
     @pytest.mark.parametrize(("wanted", "happens"), [(None, False), (True, True)])
@@ -539,7 +539,7 @@ class TestWhen:
 
     def test_the_ranks_of_a_host_share_its_memory(self, root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(read_back, "WORTH_IT", 0)
-        monkeypatch.setattr(read_back, "available", lambda: 2 * size(root))
+        monkeypatch.setattr(read_back, "spare", lambda: size(root))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # the others have written nothing
         assert self.read(Disk(root), None)
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from ckpt.ranks.consensus import first_of_each
-from ckpt.save.shared_details import SplitDetails, join_details
+from ckpt.save.rank_description import SplitDetails, join_details
 
 
 def details(stage: int, rank: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.save.live_state import NotPlainError, PlainTrees
+from ckpt.save.capture import NotPlainError, PlainTrees
 from ckpt.save.snapshot import Snapshots
 from ckpt.save.tensor_copies import Leaves, TensorCopies
 from ckpt.save.transaction import SaveTransaction

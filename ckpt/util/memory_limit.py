@@ -1,4 +1,8 @@
-"""How much memory this process may still allocate: on the machine, and under the limits of its control groups."""
+"""How much memory this process may still take: on the machine, and under the limits of its control groups.
+
+One policy for all that is kept beside training (copies of the state, snapshots in memory, what is read back): whatever
+is available, less a reserve for training.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,23 @@ from itertools import accumulate
 from pathlib import Path
 
 _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+_MOST_RESERVED = 8 << 30  # bytes
 _UNLIMITED = 1 << 60  # control groups v1 write a number above this for "no limit"
+
+
+def reserve(memory: int, peak: int = 0) -> int:
+    """Bytes of the available memory that are left to training: a fifth, 8 GiB at most, or what it is known to need.
+
+    It may need more at any time, and nothing may be swapped out for us. `peak`: bytes that training is known to need
+    within a step, beside what it holds now.
+    """
+    return max(peak, min(_MOST_RESERVED, memory // 5))
+
+
+def spare() -> int:
+    """Bytes that may be taken now."""
+    memory = available()
+    return memory - reserve(memory)
 
 
 def available(proc: Path = _PROC, groups: Path = _GROUPS) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.save.memory_limit import available
+from ckpt.util.memory_limit import available
 
 GB = 1 << 30
 
