@@ -31,7 +31,7 @@ from ckpt.save.finite_guard import FiniteGuard
 from ckpt.save.last_boundary import LastBoundary
 from ckpt.save.root_writer import RootWriter, device_name, versions
 from ckpt.save.saver import Saver
-from ckpt.save.snapshot import Snapshots
+from ckpt.save.snapshot.snapshots import Snapshots
 from ckpt.save.transaction import SaveRequest
 from ckpt.session_parts import build_mirror, build_preemption, build_registry, connect_loop, meet_ranks
 from ckpt.state import rng

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.save.snapshot import Snapshots
+from ckpt.save.snapshot.snapshots import Snapshots
 from ckpt.util.gc_pause import gc_paused
 
 

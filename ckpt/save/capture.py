@@ -26,7 +26,7 @@ from ckpt.ranks.group import Ranks
 from ckpt.ranks.hosts import Hosts
 from ckpt.save.captured_state import CapturedState, ReplicaTensors, part_values, sharded_replicas, unsharded_replicas
 from ckpt.save.checksums import fingerprints
-from ckpt.save.tensor_copies import Leaves, TensorCopies
+from ckpt.save.snapshot.tensor_copies import Leaves, TensorCopies
 from ckpt.state.model import ModelPart
 from ckpt.state.parts import Part
 from ckpt.state.replicated import Replication
@@ -144,6 +144,8 @@ class LiveState:
 
     def prepared(self) -> LiveState:
         """The same with trees that training cannot change, but for their tensors; encoded if that cannot be had."""
+        if self.encoded is not None:
+            return self
         trees = PlainTrees()
 
         def copied(parts: Sequence[LivePart]) -> list[LivePart]:
@@ -276,7 +278,7 @@ class StateCapture:
             problems=problems,
             encode_sharded=self._encoded_sharded,
             finish=self._compared,
-        ).prepared()
+        )
 
     def _compared(self, captured: CapturedState) -> CapturedState:
         """With what the ranks need to compare what they hold."""

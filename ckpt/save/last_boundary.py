@@ -61,7 +61,7 @@ class LastBoundary:
         if request is None or self._off:
             return
         try:
-            live = self._with_copied_buffers(request.capture())
+            live = self._with_copied_buffers(request.capture().prepared())
             self._tensors = list(_tensors_of(live, several=self._ranks.world_size > 1))
             self._versions = [version_of(tensor) for tensor in self._tensors]
             if None in self._versions:

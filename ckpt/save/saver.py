@@ -21,7 +21,7 @@ from ckpt.save.capture import ComparisonHistory
 from ckpt.save.held_root import EarlyLock
 from ckpt.save.read_back import CommittedFiles, ReadBack
 from ckpt.save.root_writer import RootWriter
-from ckpt.save.snapshot import Snapshot, Snapshots
+from ckpt.save.snapshot.snapshots import Snapshot, Snapshots
 from ckpt.save.transaction import SaveRequest, SaveTransaction
 from ckpt.storage import Staging
 from ckpt.util.fork_safety import OwnerProcess

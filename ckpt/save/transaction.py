@@ -29,8 +29,8 @@ from ckpt.save.held_root import HeldRoot
 from ckpt.save.rank_description import RankDescription, SplitDetails, join_details, outlines_match
 from ckpt.save.rank_differences import Verdict, judge, refuse_to_mix
 from ckpt.save.root_writer import RootWriter
-from ckpt.save.snapshot import Snapshot, Snapshots
-from ckpt.save.tensor_copies import TensorCopies
+from ckpt.save.snapshot.snapshots import Snapshot, Snapshots
+from ckpt.save.snapshot.tensor_copies import TensorCopies
 from ckpt.storage.local.storage import LocalStorage
 from ckpt.util.checked_json import joined
 from ckpt.util.console import format_size
@@ -191,11 +191,11 @@ class SaveTransaction:
 
         If copies of all tensors can be made at once, the snapshot is taken from them when the save is run.
         """
-        live: LiveState | None = self._live.value
-        if wanted and live is not None:
-            copied = Result.capture(lambda: self.snapshots.copy(live.leaves))
+        if wanted:
+            self._live = prepared = self._live.then(lambda live: live.prepared())
+            copied = prepared.then(lambda live: self.snapshots.copy(live.leaves))
             self.copies = copied.value
-            self._live = self._live if copied.error is None else copied
+            self._live = prepared if copied.error is None else copied
         if self.copies is None:
             self.captured = self._live.then(lambda state: state.encode())
             self._take_encoded(wanted=wanted)

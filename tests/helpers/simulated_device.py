@@ -10,19 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt.save import device_staging, snapshot, snapshot_layout, tensor_copies
-from ckpt.save.device_room import DeviceRoom
-from ckpt.save.device_streams import Device
+from ckpt.save.snapshot import devices, fetch, tensor_copies
+from ckpt.save.snapshot.devices import Device, DeviceRoom
 from tests.helpers.processes import DEADLINE
 
 
 class SimulatedDevice(Device):
     """Fetches when its gate is open. What was fetched, and whether two fetches ever ran at once, is recorded."""
 
-    can_stage = True
-
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        self.room = SimulatedRoom(1 << 40)
         self.gate = threading.Event()
         self.gate.set()
         self.error: Exception | None = None
@@ -66,21 +64,20 @@ class SimulatedRoom(DeviceRoom):
 def simulate(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     """From now on tensors of the host with more than one element are on a device with room for all of them."""
     simulated = SimulatedDevice(torch.device("cpu"))
-    monkeypatch.setattr(Device, "of", staticmethod(lambda _: simulated))
-    monkeypatch.setattr(snapshot, "DeviceRoom", lambda *_: SimulatedRoom(1 << 40))
-    monkeypatch.setattr(snapshot_layout, "is_on_host", lambda tensor: tensor.numel() < 2)
-    monkeypatch.setattr(device_staging, "TRANSFER", 300)
-    monkeypatch.setattr(device_staging, "BLOCK", 1000)
+    monkeypatch.setattr(Device, "of", staticmethod(lambda *_: simulated))
+    monkeypatch.setattr(devices, "is_on_host", lambda tensor: tensor.numel() < 2)
+    monkeypatch.setattr(fetch, "TRANSFER", 300)
+    monkeypatch.setattr(fetch, "STEP", 4096)
     monkeypatch.setattr(tensor_copies, "BLOCK", 1000)
-    monkeypatch.setattr("ckpt.save.arrival.STEP", 4096)
     return simulated
 
 
-def with_room(monkeypatch: pytest.MonkeyPatch, room: int, allocatable: int | None = None) -> None:
+def with_room(
+    monkeypatch: pytest.MonkeyPatch, device: SimulatedDevice, room: int, allocatable: int | None = None
+) -> None:
     """Give the device as much room as this; the allocator has less of it if `allocatable` says so."""
-    monkeypatch.setattr(snapshot, "DeviceRoom", lambda *_: SimulatedRoom(room))
+    device.room = SimulatedRoom(room)
     if allocatable is not None:
-        monkeypatch.setattr(device_staging, "_allocate", _limited(device_staging._allocate, allocatable))
         monkeypatch.setattr(tensor_copies, "_copied", _limited(tensor_copies._copied, allocatable))
 
 
@@ -88,9 +85,9 @@ def _limited(allocate: Callable[..., torch.Tensor], limit: int) -> Callable[...,
     """An allocator that has no more than this."""
     taken = 0
 
-    def limited(*args: Any) -> torch.Tensor:
+    def limited(*args: Any, **options: Any) -> torch.Tensor:
         nonlocal taken
-        memory = allocate(*args)
+        memory = allocate(*args, **options)
         taken += memory.nbytes
         if taken > limit:
             raise torch.OutOfMemoryError

@@ -14,7 +14,7 @@ from torch import nn
 
 import ckpt
 from ckpt.root import commit
-from ckpt.save import device_staging, tensor_copies
+from ckpt.save.snapshot import fetch, tensor_copies
 from ckpt.storage.base import StablePieces
 from ckpt.storage.local import tmpfs_write, volatile
 from ckpt.storage.local.volatile import VolatileStorage
@@ -36,8 +36,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     simulated = simulate(monkeypatch)
-    monkeypatch.setattr(device_staging, "TRANSFER", 100_000)
-    monkeypatch.setattr(device_staging, "BLOCK", 1 << 20)
+    monkeypatch.setattr(fetch, "TRANSFER", 100_000)
     monkeypatch.setattr(tensor_copies, "BLOCK", 1 << 20)
     monkeypatch.setattr(commit, "_WORTH_THREADS", LARGE)
     return simulated

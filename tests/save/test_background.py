@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.save.staging_copy import TensorCopy, copy_on_host
+from ckpt.save.snapshot.tensor_copies import TensorCopy, copy_on_host
 from ckpt.storage import ANY, Buffer
 from tests.helpers.places import PassedOn, Place
 from tests.helpers.processes import interrupt, run_ranks
@@ -235,10 +235,10 @@ def test_the_final_state_is_never_left_out(root: Place, gated: GatedStorage) -> 
 def test_memory_is_not_made_ready_anew_while_a_save_uses_what_there_is(
     gated: GatedStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt.save.snapshot._LITTLE", 0)
+    monkeypatch.setattr("ckpt.save.snapshot.snapshots._LITTLE", 0)
     run = Run(1)
     with run.manager(gated) as manager:
-        images = manager.session.saver.snapshots._images
+        images = manager.session.saver.snapshots.memory
         gated.gate.clear()
         manager.save_state("a")
         before = images.size

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,13 +12,12 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.save import snapshot, tensor_copies
-from ckpt.save.device_fetch import Fetcher
-from ckpt.save.device_room import DeviceRoom
-from ckpt.save.device_staging import DeviceBlock, LiveBytes
-from ckpt.save.host_image import HostImages
-from ckpt.save.snapshot import Snapshots
-from ckpt.save.tensor_copies import Leaves
+from ckpt.save.snapshot import tensor_copies
+from ckpt.save.snapshot.devices import DeviceRoom
+from ckpt.save.snapshot.fetch import Arrival, Fetcher, Source, Transfer
+from ckpt.save.snapshot.host_memory import HostMemory
+from ckpt.save.snapshot.snapshots import Snapshots
+from ckpt.save.snapshot.tensor_copies import Leaves
 from ckpt.storage import ANY, Buffer
 from tests.helpers.places import PassedOn, Place
 from tests.helpers.processes import DEADLINE
@@ -113,7 +110,7 @@ class Odd(nn.Module):
 def test_tensors_of_every_order_and_kind_are_saved_as_they_are(
     root: Place, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    with_room(monkeypatch, options.get("device_memory", 1 << 40))
+    with_room(monkeypatch, device, options.get("device_memory", 1 << 40))
     model = Odd(1)
     state = model.exact()
     with ckpt.StateManager(root, model=model, saving=ckpt.SaveOptions(**options)) as manager:
@@ -127,8 +124,8 @@ def test_tensors_of_every_order_and_kind_are_saved_as_they_are(
 def test_a_tensor_that_a_full_device_cannot_put_in_order_is_copied_by_rows(
     root: Place, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_room(monkeypatch, 0)
-    monkeypatch.setattr(LiveBytes, "flat", _no_memory)
+    with_room(monkeypatch, device, 0)
+    monkeypatch.setattr(Source, "flat", _no_memory)
     model = nn.ParameterDict({"weight": nn.Parameter(torch.randn(70, 30).t())})
     with ckpt.StateManager(root, model=model) as manager:
         manager.save_state("a")
@@ -138,7 +135,7 @@ def test_a_tensor_that_a_full_device_cannot_put_in_order_is_copied_by_rows(
     assert torch.equal(again["weight"], model["weight"])
 
 
-def _no_memory(_: LiveBytes) -> torch.Tensor:
+def _no_memory(_: Source) -> torch.Tensor:
     raise torch.OutOfMemoryError
 
 
@@ -155,33 +152,16 @@ def test_a_snapshot_that_was_given_back_cannot_be_read(device: SimulatedDevice) 
             list(snapshot.files["model.safetensors"].pieces())
 
 
-def test_live_tensors_and_staged_copies_are_released_when_they_are_fetched(
-    root: Place, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    staged: list[weakref.ref[torch.Tensor]] = []
-    stage = DeviceBlock.stage
-
-    def watched(self: DeviceBlock, block: torch.Tensor) -> None:
-        stage(self, block)
-        staged.append(weakref.ref(block))
-
-    monkeypatch.setattr(DeviceBlock, "stage", watched)
-    monkeypatch.setattr(Snapshots, "copy", lambda *_: None)  # as where some tensors share memory
-    with Run(1).manager(root) as manager:
-        manager.save_state("a")
-        manager.wait()
-        assert len(staged) > 10
-        gc.collect()
-        assert [block for block in staged if block() is not None] == []
-
-
+@pytest.mark.parametrize("encoded_first", [False, True])
 def test_the_memory_of_copies_is_given_back_when_they_are_fetched(
-    root: Place, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+    root: Place, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, encoded_first: bool
 ) -> None:
+    if encoded_first:
+        monkeypatch.setattr(Snapshots, "copy", lambda *_: None)  # as where some tensors share memory
     copied, blocks = tensor_copies._copied, list[torch.Tensor]()
 
-    def watched(*args: Any) -> torch.Tensor:
-        blocks.append(copied(*args))
+    def watched(*args: Any, **options: Any) -> torch.Tensor:
+        blocks.append(copied(*args, **options))
         return blocks[-1]
 
     monkeypatch.setattr(tensor_copies, "_copied", watched)
@@ -198,7 +178,7 @@ def test_the_memory_of_copies_is_given_back_when_they_are_fetched(
 def test_what_the_device_has_no_room_for_is_copied_before_the_call_returns(
     root: Place, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    with_room(monkeypatch, room)
+    with_room(monkeypatch, device, room)
     run = Run(1)
     with run.manager(root) as manager:
         state = run.state()
@@ -213,7 +193,7 @@ def test_what_the_device_has_no_room_for_is_copied_before_the_call_returns(
 def test_an_allocator_that_has_less_than_it_says_makes_training_wait(
     root: Place, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_room(monkeypatch, 1 << 40, allocatable=SIZE // 2)
+    with_room(monkeypatch, device, 1 << 40, allocatable=SIZE // 2)
     run, states = Run(1), {}
     with run.manager(root) as manager:
         for name in ("a", "b"):
@@ -238,7 +218,7 @@ def test_a_state_larger_than_host_memory_is_fetched_as_it_is_written(
             run.step()
             device.gate.set()
             manager.wait()
-        assert manager.session.saver.snapshots._images.size <= 4096  # the step counts, which are on the host
+        assert manager.session.saver.snapshots.memory.size <= 4096  # the step counts, which are on the host
     assert {name: loaded(root, name) for name in states} == states
 
 
@@ -246,7 +226,7 @@ def test_a_state_larger_than_host_memory_is_fetched_as_it_is_written(
 def test_training_waits_where_the_host_has_no_room_and_the_device_less_than_it_says(
     root: Place, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, host_memory: int
 ) -> None:
-    with_room(monkeypatch, 1 << 40, allocatable=SIZE // 2)
+    with_room(monkeypatch, device, 1 << 40, allocatable=SIZE // 2)
     run = Run(1)
     with run.manager(root, saving=ckpt.SaveOptions(host_memory=host_memory)) as manager:
         device.gate.clear()
@@ -261,7 +241,7 @@ def test_training_waits_where_the_host_has_no_room_and_the_device_less_than_it_s
 def test_without_room_anywhere_training_waits_and_is_told_once(
     root: Place, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with_room(monkeypatch, 1000)
+    with_room(monkeypatch, device, 1000)
     run = Run(1)
     with run.manager(root, saving=ckpt.SaveOptions(host_memory=2000)) as manager:
         for name in ("a", "b"):
@@ -390,7 +370,7 @@ def test_room_on_a_device_is_bounded_by_what_the_user_and_the_allocator_say(modu
 def test_the_copies_of_a_save_leave_as_much_room_for_those_of_the_next(
     device: SimulatedDevice, module: Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot, "DeviceRoom", DeviceRoom)
+    device.room = DeviceRoom(device.device)
     tensor, snapshots = torch.zeros(40, dtype=torch.uint8), Snapshots()
     module.say(allocated=20, reserved=90, peak=80)
     for _ in range(2):
@@ -402,7 +382,7 @@ def test_the_copies_of_a_save_leave_as_much_room_for_those_of_the_next(
 
 
 def test_host_memory_is_made_resident_before_a_snapshot_needs_it() -> None:
-    images, size, deadline = HostImages(), 1 << 20, time.monotonic() + DEADLINE
+    images, size, deadline = HostMemory(), 1 << 20, time.monotonic() + DEADLINE
     images.prefault(size)
     try:
         while images.free_resident < size:
@@ -413,18 +393,16 @@ def test_host_memory_is_made_resident_before_a_snapshot_needs_it() -> None:
 
 
 def test_fetches_of_two_snapshots_take_turns(device: SimulatedDevice) -> None:
-    from ckpt.save.arrival import Arrival
-
     fetcher = Fetcher({device.device: device})
     images = [bytearray(4000) for _ in range(2)]
 
     def fetch(number: int) -> None:
-        blocks = [DeviceBlock(device.device, "file") for _ in range(4)]
-        for index, block in enumerate(blocks):
-            tensor = torch.full((1000,), 10 * number + index, dtype=torch.uint8)
-            block.add(LiveBytes(tensor, 0, 1000), 1000 * index)
-        arrival = Arrival([(block.start, block.size) for block in blocks])
-        fetcher.fetch(list(enumerate(blocks)), memoryview(images[number]), arrival, 2)
+        transfers = [Transfer(device.device, "file", is_live=True) for _ in range(40)]
+        for index, transfer in enumerate(transfers):
+            tensor = torch.full((100,), 100 * number + index, dtype=torch.uint8)
+            transfer.add(Source(tensor, 0, 100), 100 * index)
+        arrival = Arrival([(transfer.start, transfer.size) for transfer in transfers])
+        fetcher.fetch(enumerate(transfers), memoryview(images[number]), arrival, 2)
         arrival.wait()
 
     threads = [threading.Thread(target=fetch, args=(number,)) for number in range(2)]
@@ -434,4 +412,4 @@ def test_fetches_of_two_snapshots_take_turns(device: SimulatedDevice) -> None:
         thread.join()
     assert device.most_in_flight == 1
     for number, image in enumerate(images):
-        assert bytes(image) == b"".join(bytes([10 * number + index]) * 1000 for index in range(4))
+        assert bytes(image) == b"".join(bytes([100 * number + index]) * 100 for index in range(40))

@@ -15,7 +15,7 @@ from ckpt.formats.layout import Box
 from ckpt.formats.native.manifest import BLOCK_SIZE
 from ckpt.formats.native.tensor_file import TensorFile, plan_file
 from ckpt.formats.tensors import Shard
-from ckpt.save.device_staging import TRANSFER
+from ckpt.save.snapshot.fetch import TRANSFER
 from tests.helpers.file_in_memory import FileInMemory
 from tests.helpers.places import Place, at, copy
 

@@ -88,7 +88,7 @@ def test_the_newest_snapshot_takes_the_place_of_one_that_is_not_being_written(
 def test_no_more_than_two_snapshots_are_in_memory(gated: Gated) -> None:
     model = nn.Linear(200, 200)
     with ckpt.StateManager(gated, model=model, saving=REPLACE) as manager:
-        images = manager.session.saver.snapshots._images
+        images = manager.session.saver.snapshots.memory
         manager.save_state("before", wait=False)
         manager.wait()
         one = images.size
@@ -129,7 +129,7 @@ def test_a_save_that_waits_is_written_though_the_one_before_it_fails(root: Place
 
 def test_after_a_save_that_failed_the_next_call_says_so_and_the_one_after_it_saves(root: Place, gated: Gated) -> None:
     with ckpt.StateManager(gated, model=nn.Linear(200, 200), saving=REPLACE) as manager:
-        images = manager.session.saver.snapshots._images
+        images = manager.session.saver.snapshots.memory
         gated.broken = "first"
         manager.save_state("first")
         while manager.session.saver.busy:

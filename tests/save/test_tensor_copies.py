@@ -12,8 +12,8 @@ from torch import nn
 
 import ckpt
 from ckpt.save.capture import NotPlainError, PlainTrees
-from ckpt.save.snapshot import Snapshots
-from ckpt.save.tensor_copies import Leaves, TensorCopies
+from ckpt.save.snapshot.snapshots import Snapshots
+from ckpt.save.snapshot.tensor_copies import Leaves, TensorCopies
 from ckpt.save.transaction import SaveTransaction
 from tests.helpers.places import Place
 from tests.helpers.processes import DEADLINE
@@ -184,8 +184,8 @@ def test_a_tensor_is_copied_once_under_several_names() -> None:
     tensor, empty = torch.randn(4), torch.empty(0)
     leaves = Leaves.of([tensor, tensor, empty, empty], [tensor, tensor, empty, empty], {})
     assert leaves is not None
-    copies = TensorCopies(leaves, lambda: None)
-    copies.add_on_host(torch.empty(0), lambda: None)
+    copies = TensorCopies(leaves)
+    copies.add_on_host(torch.empty(leaves.host_size, dtype=torch.uint8), lambda: None)
     assert copies.of(tensor) is copies.of(tensor)
     assert copies.of(empty) is copies.of(empty)
     assert torch.equal(copies.of(tensor), tensor)

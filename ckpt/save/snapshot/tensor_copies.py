@@ -6,24 +6,28 @@ tensors are copied at once by one call: per tensor, Python would take longer tha
 
 from __future__ import annotations
 
+import ctypes
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, pairwise
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ckpt.formats.sharded_tensors import ShardOutline
-from ckpt.save import snapshot_layout
-from ckpt.save.staging_copy import TensorCopy, copy_on_host
+from ckpt.formats.tensors import as_bytes, is_dense, is_plain, memory_size, movable
+from ckpt.save.snapshot import devices
+from ckpt.save.snapshot.devices import Device
 
 _ALIGNMENT = 64  # bytes, of copies in host memory
-BLOCK = 1 << 30  # bytes on a device that are copied at once
+BLOCK = 256 << 20  # bytes that are copied at once: an allocator whose free memory is in pieces may have no more
 _HEAD_START = 0.05  # seconds
 _TOGETHER = 64 << 10  # bytes: smaller tensors on the host are copied together
+_PART = 8 << 20  # bytes that a thread copies at a time
 _COPYABLE = {
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
@@ -56,12 +60,13 @@ class Leaves:
     small: list[Group] = field(default_factory=list)
     large: Group = field(default_factory=Group)
     on_device: dict[torch.device, list[Group]] = field(default_factory=dict)
+    are_dense: bool = True  # the memory of each is its values in order
 
     @classmethod
     def of(
         cls, tensors: Sequence[Any], local: Sequence[torch.Tensor], sharded: dict[int, ShardOutline]
     ) -> Leaves | None:
-        """None if some of them share memory: that must be known when they are encoded."""
+        """All of these, which are dense. None if some share memory: that must be known when they are encoded."""
         unique = dict(zip(map(id, tensors), local, strict=True))
         kept = list(unique.values())
         sizes = list(map(attrgetter("nbytes"), kept))
@@ -72,11 +77,28 @@ class Leaves:
         leaves._divide(unique, sizes)
         return leaves
 
+    @classmethod
+    def last_of(cls, tensors: Sequence[torch.Tensor], room: Mapping[torch.device, int]) -> Leaves:
+        """As many of these, from the last on, as their devices have room for. They may be of any order in memory.
+
+        Training waits for the first ones, so that hashing and writing can begin with them.
+        """
+        left, chosen = dict(room), dict[int, torch.Tensor]()
+        for tensor in reversed(tensors):
+            left[tensor.device] -= tensor.nbytes
+            if left[tensor.device] >= 0:
+                chosen[id(tensor)] = tensor
+            else:
+                left[tensor.device] = 0  # what is before it stays, too, unless it is empty
+        leaves = cls({}, {}, are_dense=False)
+        leaves._divide(chosen, [tensor.nbytes for tensor in chosen.values()])
+        return leaves
+
     def _divide(self, tensors: dict[int, torch.Tensor], sizes: list[int]) -> None:
         """Tensors of odd sizes are apart from others, as they would misalign them."""
         filling: dict[Any, Group] = {}
         for (key, tensor), size in zip(tensors.items(), sizes, strict=True):
-            if not snapshot_layout.is_on_host(tensor):
+            if not devices.is_on_host(tensor):
                 kind: Any = (tensor.dtype, size % 16 == 0, tensor.device)
             elif size < _TOGETHER:
                 kind = (tensor.dtype, True, None)
@@ -99,13 +121,8 @@ class Leaves:
 
     @cached_property
     def host_size(self) -> int:
-        """Bytes of those on the host."""
-        return sum(group.size for group in self.small) + self.large_size
-
-    @cached_property
-    def large_size(self) -> int:
-        """Bytes of large ones on the host, aligned."""
-        return sum(map(_aligned, self.large.sizes))
+        """Bytes of those on the host, aligned."""
+        return sum(_aligned(group.size) for group in self.small) + sum(map(_aligned, self.large.sizes))
 
     @cached_property
     def sizes(self) -> dict[torch.device, int]:
@@ -124,17 +141,13 @@ def _aligned(size: int) -> int:
 
 @dataclass
 class TensorCopies:
-    """The copies, by the identity of the tensor that each was made of.
-
-    `on_release`: called when the memory on devices has been given back.
-    """
+    """The copies, by the identity of the tensor that each was made of. `devices`: those that the tensors are on."""
 
     leaves: Leaves
-    on_release: Callable[[], None]
+    devices: Mapping[torch.device, Device] = field(default_factory=dict)
     _on_device: list[tuple[Group, torch.Tensor]] = field(default_factory=list)
     _on_host: list[tuple[Group, torch.Tensor]] = field(default_factory=list)
-    _large: dict[int, torch.Tensor] = field(default_factory=dict)  # bytes in host memory that is given back by a call
-    _give_back: Callable[[], None] = lambda: None
+    _give_back: Callable[[], None] = lambda: None  # the memory of those on the host
     _made: dict[int, Any] = field(default_factory=dict)
 
     def of(self, tensor: Any) -> Any:
@@ -146,19 +159,36 @@ class TensorCopies:
             self._made[key] = copy if outline is None else outline.around(copy)
         return self._made[key]
 
+    def bytes_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The bytes of the copy of a tensor, in the order of its file; None if there is no copy."""
+        flat = self._flat.get(id(tensor))
+        return None if flat is None else flat.view(torch.uint8)
+
     @cached_property
     def _flat(self) -> dict[int, torch.Tensor]:
-        flat = dict(self._large)
+        flat: dict[int, torch.Tensor] = {}
         for group, block in (*self._on_device, *self._on_host):
             counts = [size // block.element_size() for size in group.sizes]
             flat.update(zip(group.keys, block.split_with_sizes(counts), strict=True))
         return flat
 
-    def add_on_devices(self) -> None:
-        """Enqueue copies of tensors on their devices, in the current streams. A device may have no room for them."""
-        for groups in self.leaves.on_device.values():
+    def add_on_devices(self) -> bool:
+        """Enqueue copies of tensors on their devices, in the current streams. False if a device had no room for all."""
+        made = [self._add_on(self.devices[device], groups) for device, groups in self.leaves.on_device.items()]
+        return all(made)
+
+    def _add_on(self, device: Device, groups: list[Group]) -> bool:
+        taken = 0
+        if device.room is None:
+            return False
+        try:
             for group in groups:
-                self._on_device.append((group, _copied(group.tensors)))
+                self._on_device.append((group, _copied(group.tensors, are_dense=self.leaves.are_dense)))
+                taken += group.size
+        except torch.OutOfMemoryError:
+            device.room.overestimated(taken)
+        device.room.taken(taken)
+        return taken == sum(group.size for group in groups)
 
     def let_training_go_ahead(self) -> None:
         """In the background, before the copies are encoded: that holds the GIL, and a device would wait meanwhile.
@@ -169,19 +199,18 @@ class TensorCopies:
             time.sleep(_HEAD_START)
 
     def add_on_host(self, memory: torch.Tensor, give_back: Callable[[], None]) -> None:
-        """Copy tensors on the host, large ones to this memory. It is given back by a call."""
-        self._give_back, group = give_back, self.leaves.large
-        self._on_host = [(group, _copied(group.tensors)) for group in self.leaves.small]
-        copies, start = [], 0
-        for key, tensor, size in zip(group.keys, group.tensors, group.sizes, strict=True):
+        """Copy tensors on the host to this memory, of `host_size` bytes. It is given back by a call."""
+        self._give_back, copies, start = give_back, list[TensorCopy](), 0
+        for group in self.leaves.small:
+            place = memory[start : start + group.size]
+            self._on_host.append((group, _copied(group.tensors, place)))
+            start += _aligned(group.size)
+        large = self.leaves.large
+        for key, tensor, size in zip(large.keys, large.tensors, large.sizes, strict=True):
             copies.append(TensorCopy("", tensor, start))
-            self._large[key] = memory[start : start + size]
+            self._on_host.append((Group([key], [], [size], size), memory[start : start + size]))
             start += _aligned(size)
         copy_on_host(copies, memory)
-
-    def size_on(self, device: torch.device) -> int:
-        """Bytes that the copies take on a device."""
-        return sum(block.nbytes for _, block in self._on_device if block.device == device)
 
     def release_host(self) -> None:
         """Give back the host memory. The copies in it cannot be used any more."""
@@ -203,12 +232,82 @@ class TensorCopies:
         blocks, self._on_device = self._on_device, []
         for _, block in blocks:
             block.untyped_storage().resize_(0)
-        if blocks:
-            self.on_release()
+        for device in self.devices.values() if blocks else ():
+            if device.room is not None:
+                device.room.released()
 
 
 @torch.no_grad()
-def _copied(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """A new tensor with the elements of these, one after the other, in every bit."""
-    flat = [tensor.reshape(-1) for tensor in tensors]
-    return torch.cat(flat if flat[0].dtype in _COPYABLE else [tensor.view(torch.uint8) for tensor in flat])
+def _copied(tensors: list[torch.Tensor], target: torch.Tensor | None = None, *, are_dense: bool = True) -> torch.Tensor:
+    """The elements of these tensors, one after the other, in every bit: in the target's bytes, or in a new tensor."""
+    flat = [tensor.reshape(-1) for tensor in (tensors if are_dense else map(in_order, tensors))]
+    kinds = set(map(attrgetter("dtype"), flat))
+    if len(kinds) > 1 or not kinds <= _COPYABLE:
+        flat = list(map(as_bytes, flat))
+    return torch.cat(flat) if target is None else torch.cat(flat, out=target.view(flat[0].dtype))
+
+
+@torch.no_grad()
+def in_order(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory has the order of the file; a copy on its device if its own has another."""
+    tensor = tensor.detach()
+    return tensor if is_dense(tensor) else movable(tensor.resolve_conj().resolve_neg()).contiguous()
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor in the order of the file; a copy if its memory has another."""
+    return as_bytes(in_order(tensor))
+
+
+# Copies from the host to the host, in several threads.
+
+
+class TensorCopy(NamedTuple):
+    """A tensor to copy, and its place in the image of the snapshot. `is_live`: training can change it."""
+
+    file: str  # the path of its file
+    source: torch.Tensor
+    start: int
+    is_live: bool = False
+
+
+_Part = tuple[int, int, int]  # target address, source address, number of bytes
+
+
+def copy_on_host(copies: list[TensorCopy], memory: torch.Tensor) -> None:
+    """Copy in several threads, which release the interpreter's lock."""
+    base = memory.data_ptr()
+    parts = []
+    for copy in copies:
+        if is_plain(copy.source):
+            target, source, length = base + copy.start, copy.source.data_ptr(), memory_size(copy.source)
+            parts += [(target + b, source + b, min(_PART, length - b)) for b in range(0, length, _PART)]
+        else:
+            memory[copy.start : copy.start + copy.source.nbytes].copy_(flat_bytes(copy.source))
+    shares = _shares(parts)
+    if len(shares) < 2:
+        _copy_parts(parts)
+        return
+    with ThreadPoolExecutor(max(1, torch.get_num_threads()), thread_name_prefix="ckpt-copy") as pool:
+        try:
+            list(pool.map(_copy_parts, shares))
+        except RuntimeError:  # at interpreter shutdown executors refuse work
+            _copy_parts(parts)
+
+
+def _shares(parts: list[_Part]) -> list[list[_Part]]:
+    """Parts in groups that are large enough for a thread each."""
+    shares: list[list[_Part]] = []
+    room = 0
+    for part in parts:
+        if room <= 0:
+            shares.append([])
+            room = _PART
+        shares[-1].append(part)
+        room -= part[2]
+    return shares
+
+
+def _copy_parts(parts: list[_Part]) -> None:
+    for part in parts:
+        ctypes.memmove(*part)

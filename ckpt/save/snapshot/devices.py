@@ -1,4 +1,4 @@
-"""The streams of a device: a copy that is ordered against all work of the process there, and fetches beside training.
+"""Devices: copies that are ordered against all work of the process there, fetches beside training, and room for both.
 
 PyTorch keeps the streams that it gives out in pools, so that all of them can be enumerated. A stream that a library
 makes by itself must be synchronized with the current stream by its user, as for every other operation of PyTorch.
@@ -23,19 +23,32 @@ _WITH_STREAMS = {"cuda"}  # NVIDIA's and AMD's. What overlaps on others is not k
 _SMALL = 1 << 20  # bytes: tensors below are packed by one kernel
 _POOL = 32  # streams of each priority, after which PyTorch gives out the first again
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_SNAPSHOTS_UNTIL_RETRY = 10
+
+
+def is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu
 
 
 class Device:
-    """A device of which nothing is known but that tensors can be copied from it: all work on it is waited for first."""
+    """A device of which nothing is known but that tensors can be copied from it: all work on it is waited for first.
 
-    can_stage = False
+    `room`: how much memory copies may take there; None if they cannot be made there while training continues.
+    """
+
+    room: DeviceRoom | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     @staticmethod
-    def of(device: torch.device) -> Device:
-        return StreamedDevice(device) if device.type in _WITH_STREAMS else Device(device)
+    def of(device: torch.device, limit: int | None = None) -> Device:
+        """`limit`: bytes that copies may take there at most."""
+        return StreamedDevice(device, limit) if device.type in _WITH_STREAMS else Device(device)
+
+    def measure_room(self) -> int:
+        """Bytes that copies may take there now."""
+        return self.room.measure() if self.room is not None else 0
 
     @contextmanager
     def ordered(self) -> Iterator[None]:
@@ -61,10 +74,9 @@ class Device:
 class StreamedDevice(Device):
     """A device whose streams order copies without the host, and whose memory has room for a copy of the state."""
 
-    can_stage = True
-
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, limit: int | None = None) -> None:
         super().__init__(device)
+        self.room = DeviceRoom(device, limit)
         self._module: Any = torch.get_device_module(device)
         with self._module.device(device):
             self._fetching = self._module.Stream(device)  # of the lowest priority: training and NCCL come first
@@ -124,6 +136,65 @@ class StreamedDevice(Device):
         pooled = [self._module.Stream(self.device, priority=value) for value in priorities for _ in range(rounds)]
         default = self._module.default_stream(self.device)
         return list({stream.stream_id: stream for stream in (default, self._fetching, *pooled)}.values())
+
+
+class DeviceRoom:
+    """What training has never used of a device, less a reserve.
+
+    `limit`: bytes to take at most.
+    """
+
+    def __init__(self, device: torch.device, limit: int | None = None) -> None:
+        self._device = device
+        self._limit = limit
+        self._peak = 0  # bytes that training had allocated at most
+        self._staged = 0  # bytes of the largest snapshot
+        self._peak_beside = 0  # the allocator's peak when a snapshot was last released: it may be part of that
+        self._in_one_piece: int | None = None  # bytes that the allocator could provide when it failed
+        self._until_retry = 0  # snapshots
+
+    def measure(self) -> int:
+        """Bytes that can be taken now. Blocks that the allocator keeps for later are free."""
+        module: Any = torch.get_device_module(self._device)
+        free, total = module.mem_get_info(self._device)
+        used, reserved = _figures(self._device)
+        allocated = used.get("current", 0)
+        cached = reserved.get("current", 0) - allocated
+        self._peak = max(self._peak, allocated, self._peak_of_training(used.get("peak", 0)))
+        needed = self._peak - allocated
+        reserve = total // 32 if needed > total // 128 else total // 4  # no step was seen yet: who knows what it needs
+        bounds = [free + cached - needed - reserve, self._limit, self._provided()]
+        room: int = min(bound for bound in bounds if bound is not None)
+        return max(0, room)
+
+    def _provided(self) -> int | None:
+        """What the allocator could provide when it had less than it said; None if it has not been tried for a while."""
+        self._until_retry -= 1
+        return self._in_one_piece if self._until_retry > 0 else None
+
+    def _peak_of_training(self, peak: int) -> int:
+        """What training needed at least, by the allocator's peak. A peak that rose without a snapshot is training's."""
+        return peak if peak > self._peak_beside else peak - self._staged
+
+    def taken(self, size: int) -> None:
+        """A snapshot has taken as many bytes."""
+        self._staged = max(self._staged, size)
+
+    def released(self) -> None:
+        """The snapshot has given its bytes back."""
+        used, _ = _figures(self._device)
+        self._peak_beside = max(self._peak_beside, used.get("peak", 0))
+
+    def overestimated(self, room: int) -> None:
+        """The allocator could not provide more than this: its free memory is in pieces, and to ask it takes long."""
+        self._in_one_piece, self._until_retry = room, _SNAPSHOTS_UNTIL_RETRY
+
+
+def _figures(device: torch.device) -> tuple[dict[str, int], dict[str, int]]:
+    """What the allocator of a device has allocated, and what it has reserved: now, and at most."""
+    figures = torch.get_device_module(device).memory_stats_as_nested_dict(device)
+    used, reserved = (figures.get(name, {}).get("all", {}) for name in ("allocated_bytes", "reserved_bytes"))
+    return used, reserved
 
 
 @cache
