@@ -47,18 +47,19 @@ def open_storage(root: str | os.PathLike[str] | Storage, **options: Any) -> Stor
         raise ConfigError(f"the root must be a path or a URL, not {said(root)}.")
     url = os.fspath(root)
     if _ARCHIVE.match(url):
-        return _open_read_only(url, **options)
+        return _open_read_only(url, options)
     match = _URL.fullmatch(url)
     if match is None:
         refuse_broken_url(url)
-        return _open_path(url, **options)
+        _refuse_options("a plain path", options)
+        return LocalStorage(expand_home(url))
     scheme, rest = match.group(1).lower(), match.group(2)
-    factory = _factory(scheme, url)
+    factory = None if scheme in _BUILT_IN else _installed(scheme, url)
     _refuse_secrets(url)
     if scheme in _OBJECT_STORES:
         _refuse_dots(url, rest)
     remember_secrets(options)
-    return factory(rest, **options)
+    return _open_built_in(scheme, rest, options) if factory is None else factory(rest, **options)
 
 
 def refuse_broken_url(path: str) -> None:
@@ -95,7 +96,7 @@ def _refuse_dots(url: str, rest: str) -> None:
         raise ConfigError(f"{url!r} has '.' or '..' in it, which no object store resolves: write {where!r}, if meant.")
 
 
-def _open_read_only(url: str, **options: Any) -> Storage:
+def _open_read_only(url: str, options: dict[str, Any]) -> Storage:
     from ckpt.storage.fsspec_stores import ReadOnlyStorage
 
     _refuse_secrets(url)
@@ -116,19 +117,9 @@ def place_of(storage: Storage) -> str:
     return storage.place if isinstance(storage, LocalStorage) else storage.url
 
 
-def _open_path(path: str, **options: Any) -> Storage:
-    _refuse_options("a plain path", options)
-    return LocalStorage(expand_home(path))
-
-
 def _refuse_options(where: str, options: dict[str, Any]) -> None:
     if options:
         raise ConfigError(f"{where} takes no storage_options: {', '.join(sorted(options))}.")
-
-
-def _open_file(rest: str, **options: Any) -> Storage:
-    _refuse_options("file://", options)
-    return LocalStorage(_file_path(rest))
 
 
 def _file_path(rest: str) -> str:
@@ -138,12 +129,7 @@ def _file_path(rest: str) -> str:
     return unquote(path)
 
 
-def _open_memory(rest: str, **options: Any) -> Storage:
-    _refuse_options("memory://", options)
-    return MemoryStorage(rest)
-
-
-def _open_hub(rest: str, **options: Any) -> Storage:
+def _open_hub(rest: str, options: dict[str, Any]) -> Storage:
     known = {"token", "interval", "deadline", "stall"}
     if options.keys() - known:
         wrong = ", ".join(sorted(options.keys() - known))
@@ -151,73 +137,56 @@ def _open_hub(rest: str, **options: Any) -> Storage:
     return HubStorage(rest, **options)
 
 
-def _open_s3(rest: str, **options: Any) -> Storage:
-    from ckpt.storage.s3.objects import S3Objects
-
-    bucket, _, prefix = rest.partition("/")
-    if not bucket:
-        raise ConfigError(f"s3://{rest} names no bucket: write s3://bucket/folder.")
-    return _object_storage(lambda given: S3Objects(bucket, prefix.strip("/"), given), options)
-
-
-def _open_azure(scheme: str) -> Callable[..., Storage]:
-    def opened(rest: str, **options: Any) -> Storage:
-        from ckpt.storage.clouds.azure import open_azure
-
-        return _object_storage(lambda given: open_azure(scheme, rest, given), options)
-
-    return opened
-
-
-def _open_gcs(scheme: str) -> Callable[..., Storage]:
-    def opened(rest: str, **options: Any) -> Storage:
-        from ckpt.storage.clouds.gcs import open_gcs
-
-        return _object_storage(lambda given: open_gcs(scheme, rest, given), options)
-
-    return opened
-
-
-def _open_filesystem(scheme: str) -> Callable[..., Storage]:
-    def opened(rest: str, **options: Any) -> Storage:
-        from ckpt.storage.fsspec_stores import FilesystemObjects
-
-        return _object_storage(lambda given: FilesystemObjects(scheme, rest.rstrip("/"), given), options)
-
-    return opened
-
-
-def _read_only(scheme: str) -> Callable[..., Storage]:
-    return lambda rest, **options: _open_read_only(f"{scheme}://{rest}", **options)
-
-
-def _object_storage(opened: Callable[[dict[str, Any]], Objects], options: dict[str, Any]) -> Storage:
+def _open_objects(scheme: str, rest: str, options: dict[str, Any]) -> Storage:
+    """An object store. Its client is imported when it is used."""
     given = dict(options)
     allow = given.pop("allow_unconditional", False)
     if not isinstance(allow, bool):
         raise ConfigError(f"storage_options: allow_unconditional={said(allow)} must be True or False.")
-    return ObjectStorage(opened(given), allow_unconditional=allow)
+    return ObjectStorage(_objects(scheme, rest, given), allow_unconditional=allow)
 
 
-_OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss")
+def _objects(scheme: str, rest: str, options: dict[str, Any]) -> Objects:
+    if scheme in _S3:
+        from ckpt.storage.s3.objects import S3Objects
 
-_BUILT_IN: dict[str, Callable[..., Storage]] = {
-    "file": _open_file,
-    "hub": _open_hub,
-    "memory": _open_memory,
-    "s3": _open_s3,
-    "s3a": _open_s3,
-    **{scheme: _read_only(scheme) for scheme in ("hf", "http", "https", "sftp", "ssh")},
-    # the fsspec filesystems where an object appears only when it is complete: not ftp, for instance
-    **{scheme: _open_filesystem(scheme) for scheme in ("local", "oci", "oss")},
-    **{scheme: _open_azure(scheme) for scheme in ("abfs", "abfss", "az")},
-    **{scheme: _open_gcs(scheme) for scheme in ("gcs", "gs")},
-}
+        bucket, _, prefix = rest.partition("/")
+        if not bucket:
+            raise ConfigError(f"s3://{rest} names no bucket: write s3://bucket/folder.")
+        return S3Objects(bucket, prefix.strip("/"), options)
+    if scheme in _AZURE:
+        from ckpt.storage.clouds.azure import open_azure
+
+        return open_azure(scheme, rest, options)
+    if scheme in _GCS:
+        from ckpt.storage.clouds.gcs import open_gcs
+
+        return open_gcs(scheme, rest, options)
+    from ckpt.storage.fsspec_stores import FilesystemObjects
+
+    return FilesystemObjects(scheme, rest.rstrip("/"), options)
 
 
-def _factory(scheme: str, url: str) -> Callable[..., Storage]:
-    if scheme in _BUILT_IN:
-        return _BUILT_IN[scheme]
+_S3, _AZURE, _GCS = ("s3", "s3a"), ("abfs", "abfss", "az"), ("gcs", "gs")
+_OBJECT_STORES = (*_S3, *_AZURE, *_GCS, "oci", "oss")
+_READ_ONLY = ("hf", "http", "https", "sftp", "ssh")
+# local: as an object store through fsspec, where an object appears only when it is complete: not ftp, for instance
+_BUILT_IN = (*_OBJECT_STORES, *_READ_ONLY, "file", "hub", "local", "memory")
+
+
+def _open_built_in(scheme: str, rest: str, options: dict[str, Any]) -> Storage:
+    if scheme in _READ_ONLY:
+        return _open_read_only(f"{scheme}://{rest}", options)
+    if scheme == "hub":
+        return _open_hub(rest, options)
+    if scheme in ("file", "memory"):
+        _refuse_options(f"{scheme}://", options)
+        return LocalStorage(_file_path(rest)) if scheme == "file" else MemoryStorage(rest)
+    return _open_objects(scheme, rest, options)
+
+
+def _installed(scheme: str, url: str) -> Callable[..., Storage]:
+    """What an installed package opens a scheme with."""
     from importlib.metadata import entry_points  # only here: the command starts faster
 
     installed = {point.name: point for point in entry_points(group=ENTRY_POINTS)}

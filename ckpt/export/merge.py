@@ -108,7 +108,7 @@ class _Destination:
         with progress_bar(f"merging into {self.name}", sum(file.size for file in files), in_bytes=True) as advance:
             try:
                 for file in files:
-                    self.storage.write(file.path, _counted(file.pieces(), advance))
+                    self.storage.write(file.path, counted(file.pieces(), advance))
                     done.append(file.path)
             except BaseException:
                 with suppress(StorageError):  # the first error is the one to raise
@@ -120,7 +120,8 @@ class _Destination:
         return f"{self.storage.url.rstrip('/')}/{name}"
 
 
-def _counted(pieces: Iterable[memoryview], advance: Callable[[float], None]) -> Iterator[memoryview]:
+def counted(pieces: Iterable[memoryview], advance: Callable[[float], None]) -> Iterator[memoryview]:
+    """The pieces, and how many bytes of them were taken."""
     for piece in pieces:
         yield piece
         advance(len(piece))

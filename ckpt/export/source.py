@@ -18,7 +18,7 @@ from typing import Any
 from ckpt.errors import ConfigError, DamagedError, MissingError
 from ckpt.export.folders import belongs_beside
 from ckpt.formats.foreign import accelerate, dcp, deepspeed, megatron, torch_files
-from ckpt.formats.foreign.hf_safetensors import read_weight_map, tensors_of
+from ckpt.formats.foreign.hf_safetensors import read_weight_map, tensors_at
 from ckpt.formats.foreign.torch_files import unwrapped
 from ckpt.formats.foreign.torch_save import ARCHIVE
 from ckpt.formats.native.documents import STATE, from_json, parts_in
@@ -318,8 +318,7 @@ def _weights(place: Place, part: str) -> TensorSource:
     folder, is_adapter = place.folder, place.format is PEFT
     if place.file:
         _require_model(place, part)
-        is_index = place.file.endswith(INDEX_SUFFIX)
-        return TensorSource(_indexed(folder, place.file) if is_index else _tensors(folder, [place.file]))
+        return TensorSource(tensors_at(folder, place.file))
     files = [path for path in folder.files if path.endswith(SUFFIX) and "/" not in path]
     files = [path for path in files if path.startswith(ADAPTER) == is_adapter]
     whole = f"{ADAPTER if is_adapter else 'model'}{SUFFIX}"
@@ -327,37 +326,19 @@ def _weights(place: Place, part: str) -> TensorSource:
     if not files and index not in folder.files:
         return replace(_torch_file(folder, OLD_WEIGHTS, part), beside=beside(folder))
     _require_model(place, part)
-    if index in folder.files:
-        tensors = _indexed(folder, index, beside=whole)
-    else:
-        tensors = _tensors(folder, [whole] if whole in files else files)
-    return TensorSource(tensors, beside=beside(folder))
+    if index not in folder.files:
+        return TensorSource(tensors_at(folder, *([whole] if whole in files else files)), beside=beside(folder))
+    if whole in files and whole not in read_weight_map(folder.document(index), f"{folder.where}/{index}").values():
+        raise ConfigError(
+            f"{folder.where} holds a model in shards, and another one in {whole}. Name the one to read: "
+            f"{folder.where}/{index} or {folder.where}/{whole}."
+        )
+    return TensorSource(tensors_at(folder, index), beside=beside(folder))
 
 
 def _require_model(place: Place, part: str) -> None:
     if part != "model":
         raise MissingError(f"{place.where} has no part {part!r}: safetensors hold a model.")
-
-
-def _indexed(found: Folder, index: str, beside: str = "") -> dict[str, PiecedTensor]:
-    """The tensors of the files that an index names. A whole model `beside` it that it does not name is another save."""
-    where = f"{found.where}/{index}"
-    weight_map = read_weight_map(found.document(index), where)
-    paths = sorted(set(weight_map.values()))
-    missing = [path for path in paths if path not in found.files]
-    if missing:
-        raise DamagedError(f"{where} names files that are not there: {', '.join(missing)}. Copy all of them there.")
-    if beside in found.files and beside not in paths:
-        raise ConfigError(
-            f"{found.where} holds a model in shards, and another one in {beside}. Name the one to read: "
-            f"{where} or {found.where}/{beside}."
-        )
-    return _tensors(found, paths, weight_map)
-
-
-def _tensors(found: Folder, paths: list[str], weight_map: Mapping[str, str] | None = None) -> dict[str, PiecedTensor]:
-    files = {path: TensorFile.open(found.opened(path), f"{found.where}/{path}", found.files[path]) for path in paths}
-    return tensors_of(files, weight_map or {}, found.where)
 
 
 def _of_deepspeed(place: Place, part: str) -> TensorSource:

@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +18,7 @@ import torch
 
 from ckpt.errors import ConfigError, StorageError
 from ckpt.export.folders import atomic_file, atomic_folder
+from ckpt.export.merge import counted
 from ckpt.export.options import ExportOptions
 from ckpt.export.save_model import CONFIG, model_files
 from ckpt.formats.foreign import megatron, torch_files
@@ -169,7 +170,7 @@ def export_hugging_face(
     files = model_files(state.about, tensors, tied(tensors), ExportOptions(max_shard_size=max_shard_size))
     for file in files:
         if file.path not in state.beside:
-            storage.write(file.path, _counted(file.pieces(), advance))
+            storage.write(file.path, counted(file.pieces(), advance))
     for path, read in state.beside.items():
         storage.write(path, [memoryview(read())])
     skipped = {f"{key}.{name}": "no tensor: safetensors cannot hold it" for name in tree if name not in tensors}
@@ -192,12 +193,6 @@ def _not_of_adapters(key: str, about: Mapping[str, Any], tensors: Mapping[str, A
     others = tensors.keys() - kept
     why = f"{len(others)} tensors of the model that is adapted: the adapters are written, as PEFT does"
     return {f"{key}: base model": why} if others else {}
-
-
-def _counted(pieces: Iterator[memoryview], advance: Callable[[int], None]) -> Iterator[memoryview]:
-    for piece in pieces:
-        yield piece
-        advance(len(piece))
 
 
 _NO_GENERATORS = "the source has none: Accelerate leaves the generators as they are"

@@ -37,34 +37,39 @@ from ckpt.util.console import one_line, progress_bar, say
 from ckpt.util.option_values import path_text, settings
 
 
-def publish_copies(source: Storage, target: HubStorage, manifests: list[Manifest], trust: Trust) -> list[str]:
+def _copy_all(
+    source: Storage,
+    manifests: list[Manifest],
+    copy: Callable[[str], bool],
+    finish: Callable[[], None] = lambda: None,
+) -> list[str]:
     """Copy checkpoints, verified while they are read, and return their names. An error names the damaged ones.
 
-    Those that the target has are not copied again; another one by the name of one of them is refused before anything is
-    sent.
+    Those that a run has removed since they were listed are skipped, with a message: `copy` returns False.
     """
-    present = {found.name: found.manifest for found in catalog.scan(target)}
-    for manifest in manifests:
-        known = present.get(manifest.name)
-        if known is not None and known.id != manifest.id:
-            raise another_by_that_name(target, manifest.name)
     copied, damaged = [], []
-    with ExitStack() as held:
-        lock_root(target, held)
-        for manifest in manifests:
-            known = present.get(manifest.name)
-            try:
-                if known is None and not _published(source, target, manifest.name, trust):
-                    say(f"{manifest.name} is not copied: it was removed from {source.url} meanwhile")
-                    continue
-            except DamagedError as error:
-                damaged.append(one_line(str(error)))
-                continue
-            copied.append(manifest.name)
-        target.settle()
+    for manifest in manifests:
+        try:
+            if copy(manifest.name):
+                copied.append(manifest.name)
+            else:
+                say(f"{manifest.name} is not copied: it was removed from {source.url} meanwhile")
+        except DamagedError as error:
+            damaged.append(one_line(str(error)))
+    finish()
     if damaged:
         raise DamagedError(f"not all of {source.url} was copied: {' '.join(damaged)}")
     return copied
+
+
+def _publish_all(source: Storage, target: HubStorage, manifests: list[Manifest], trust: Trust) -> list[str]:
+    """Copy checkpoints to the Hub. Those that it has are not sent again."""
+    present = {found.name for found in catalog.scan(target) if found.manifest is not None}
+    with ExitStack() as held:
+        lock_root(target, held)
+        return _copy_all(
+            source, manifests, lambda name: name in present or _published(source, target, name, trust), target.settle
+        )
 
 
 def _published(source: Storage, target: HubStorage, name: str, trust: Trust) -> bool:
@@ -127,8 +132,10 @@ def transfer(
     with closing(Copies(origin, target)) as copies:
         for _ in range(_RESCANS):
             selected = _select(origin, names, step)
+            for manifest in selected:
+                _refuse_other_checkpoint(target, manifest)
             if isinstance(target, HubStorage):
-                copied = publish_copies(origin, target, selected, trust)
+                copied = _publish_all(origin, target, selected, trust)
             else:
                 copied = _copy_intact(copies, selected, trust) if selected else []
             if copied or pointed_at:
@@ -169,32 +176,22 @@ def _select(storage: Storage, names: list[str], step: int | None) -> list[Manife
 
 
 def _copy_intact(copies: Copies, manifests: list[Manifest], trust: Trust) -> list[str]:
-    """Copy the intact checkpoints, and return their names. An error names the damaged ones, whose copies are removed.
-
-    Checkpoints that a run has removed since they were listed are skipped, with a message.
-    """
-    for manifest in manifests:
-        _refuse_other_checkpoint(copies.target, manifest)
-    copied, damaged = [], []
+    """Copy the intact checkpoints. What was copied of a damaged one is removed."""
     copies.open_target([manifest.name for manifest in manifests if _has_begun(copies.target, manifest)])
-    with ExitStack() as held:
-        held.enter_context(reading(copies.source, manifests[-1].name))  # retention must not remove the newest meanwhile
-        for manifest in manifests:
-            try:
-                if _copy_checkpoint(copies, manifest.name, trust):
-                    copied.append(manifest.name)
-                else:
-                    say(f"{manifest.name} is not copied: it was removed from {copies.source.url} meanwhile")
-            except DamagedError as error:
-                damaged.append(one_line(str(error)))
-                deletion.remove_uncommitted(copies.target, manifest.name)
-    if damaged:
-        raise DamagedError(f"not all of {copies.source.url} was copied: {' '.join(damaged)}")
-    return copied
+    with reading(copies.source, manifests[-1].name):  # retention must not remove the newest meanwhile
+        return _copy_all(copies.source, manifests, lambda name: _copy_checkpoint(copies, name, trust))
 
 
 def _copy_checkpoint(copies: Copies, name: str, trust: Trust) -> bool:
     """Copy a checkpoint as it is now: it may have been replaced since it was listed. False if it was removed."""
+    try:
+        return _copied(copies, name, trust)
+    except DamagedError:
+        deletion.remove_uncommitted(copies.target, name)
+        raise
+
+
+def _copied(copies: Copies, name: str, trust: Trust) -> bool:
     with reading(copies.source, name) as manifest:
         if manifest is None:
             return False

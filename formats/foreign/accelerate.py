@@ -18,11 +18,10 @@ from typing import Any
 from ckpt.errors import ConfigError, DamagedError
 from ckpt.formats.checks import damage_reported
 from ckpt.formats.foreign import dcp
-from ckpt.formats.foreign.hf_safetensors import INDEX_SUFFIX, read_weight_map, tensors_of
+from ckpt.formats.foreign.hf_safetensors import INDEX_SUFFIX, tensors_at
 from ckpt.formats.foreign.torch_files import unwrapped
 from ckpt.formats.foreign.torch_save import read_file
 from ckpt.formats.native.header import SUFFIX
-from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.tensors import FolderReader
 
@@ -104,7 +103,7 @@ class AccelerateCheckpoint:
         if "/" in paths[0]:
             tree = self._distributed(paths[0].partition("/")[0], kind)
         elif paths[0].endswith((SUFFIX, INDEX_SUFFIX)):
-            tree = self._weights(paths[0])
+            tree = tensors_at(self.folder, paths[0])
         else:
             tree = self._values(paths[0])
         return self._named(tree, paths[0]) if kind == "model" else tree
@@ -121,19 +120,6 @@ class AccelerateCheckpoint:
         contents = dcp.contents_of(folder).of_part(kind)
         folder.check(contents.needed_files())
         return contents.tree(folder.opened, folder.where).get(kind, {})
-
-    def _weights(self, path: str) -> dict[str, PiecedTensor]:
-        """The tensors of a file of safetensors, or of all those that an index names."""
-        weight_map: dict[str, str] = {}
-        if not path.endswith(SUFFIX):
-            data = self.folder.opened(path).read(0, self.folder.files[path])
-            weight_map = read_weight_map(data, f"{self.folder.where}/{path}")
-        shards = sorted(set(weight_map.values())) or [path]
-        self.folder.check(dict.fromkeys(shards, 0))
-        return tensors_of({shard: self._tensor_file(shard) for shard in shards}, weight_map, self.folder.where)
-
-    def _tensor_file(self, path: str) -> TensorFile:
-        return TensorFile.open(self.folder.opened(path), f"{self.folder.where}/{path}", self.folder.files[path])
 
     def _values(self, path: str) -> Any:
         return read_file(self.folder, path)

@@ -23,7 +23,7 @@ from ckpt.formats.native.header import SUFFIX, TensorHeader, parsed
 from ckpt.formats.native.tensor_file import TensorFile, pieced
 from ckpt.formats.pieces import PiecedTensor, check_complete
 from ckpt.formats.registry import INDEX_SUFFIX as INDEX_SUFFIX
-from ckpt.formats.tensors import FilePlan, host_bytes, on_host, same_bytes
+from ckpt.formats.tensors import FilePlan, FolderReader, host_bytes, on_host, same_bytes
 
 
 class StreamedTensor(Protocol):
@@ -163,6 +163,7 @@ def floating_names() -> str:
 
 
 _FEW = 10
+_LARGEST_INDEX = 64 << 20  # bytes
 
 
 def read_weight_map(data: bytes, where: str) -> dict[str, str]:
@@ -172,6 +173,21 @@ def read_weight_map(data: bytes, where: str) -> dict[str, str]:
         if not all(isinstance(path, str) for path in found.values()):
             raise ValueError("a file in it has no name")
         return dict(found)
+
+
+def tensors_at(folder: FolderReader, *paths: str) -> dict[str, PiecedTensor]:
+    """The tensors of files of safetensors; or of all those that an index names, if that is the path."""
+    weight_map: dict[str, str] = {}
+    if paths[0].endswith(INDEX_SUFFIX):
+        where = f"{folder.where}/{paths[0]}"
+        if folder.files[paths[0]] > _LARGEST_INDEX:
+            raise DamagedError(f"{where} is larger than any: {folder.files[paths[0]]} bytes.")
+        weight_map = read_weight_map(folder.opened(paths[0]).read(0, folder.files[paths[0]]), where)
+        paths = tuple(sorted(set(weight_map.values())))
+        if missing := [path for path in paths if path not in folder.files]:
+            raise DamagedError(f"{where} names files that are not there: {', '.join(missing)}. Copy all of them there.")
+    files = {path: TensorFile.open(folder.opened(path), f"{folder.where}/{path}", folder.files[path]) for path in paths}
+    return tensors_of(files, weight_map, folder.where)
 
 
 def tensors_of(files: Mapping[str, TensorFile], weight_map: Mapping[str, str], where: str) -> dict[str, PiecedTensor]:
