@@ -120,7 +120,7 @@ class _Destination:
         return f"{self.storage.url.rstrip('/')}/{name}"
 
 
-def counted(pieces: Iterable[memoryview], advance: Callable[[float], None]) -> Iterator[memoryview]:
+def counted(pieces: Iterable[memoryview], advance: Callable[[int], None]) -> Iterator[memoryview]:
     """The pieces, and how many bytes of them were taken."""
     for piece in pieces:
         yield piece

@@ -1,4 +1,4 @@
-"""Answers of a cloud's store as `StorageError`s: whether a retry may help, and what to check otherwise."""
+"""Answers of an object store as `StorageError`s: whether a retry may help, and what to check otherwise."""
 
 from __future__ import annotations
 
@@ -9,12 +9,33 @@ from ckpt.errors import AbsentError, DeniedError, FullError, StorageError, Trans
 from ckpt.storage.base import changed
 from ckpt.storage.retry import UnreachedError
 
-_CODE = re.compile(r"\w{1,64}", re.ASCII)  # of whatever else a server sends, nothing is quoted
-_CONFLICT = {"ConditionNotMet", "TargetConditionNotMet", "BlobAlreadyExists", "InvalidBlockList", "conditionNotMet"}
-_ABSENT = {"BlobNotFound", "ResourceNotFound", "CannotVerifyCopySource", "notFound"}
-_NO_CONTAINER = {"ContainerNotFound", "ContainerBeingDeleted", "ContainerDisabled", "FilesystemNotFound"}
-_TRANSIENT = {"ServerBusy", "OperationTimedOut", "InternalError", "backendError", "rateLimitExceeded"}
-_FULL = {"AccountQuotaExceeded", "InsufficientAccountPermissionsQuota", "storageQuotaExceeded"}
+_CODE = re.compile(r"[\w.]{1,64}", re.ASCII)  # of whatever else a server sends, nothing is quoted
+# the codes of Azure, Google Cloud Storage and S3; where S3's client has no code, it gives the status
+_CONFLICT = {
+    "ConditionNotMet", "TargetConditionNotMet", "BlobAlreadyExists", "InvalidBlockList", "conditionNotMet",
+    "PreconditionFailed", "412",
+}  # fmt: skip
+_ABSENT = {
+    "BlobNotFound", "ResourceNotFound", "CannotVerifyCopySource", "notFound", "NoSuchKey", "NoSuchVersion", "NotFound",
+    "404",
+}  # fmt: skip
+_NO_CONTAINER = {
+    "ContainerNotFound", "ContainerBeingDeleted", "ContainerDisabled", "FilesystemNotFound", "NoSuchBucket",
+}  # fmt: skip
+TRANSIENT = {
+    "ServerBusy", "OperationTimedOut", "InternalError", "backendError", "rateLimitExceeded", "SlowDown",
+    "ServiceUnavailable", "RequestTimeout", "Throttling", "ThrottlingException", "TooManyRequests",
+    "RequestLimitExceeded", "BandwidthLimitExceeded", "OperationAborted", "ConditionalRequestConflict",
+    "IncompleteBody", "BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch",
+}  # fmt: skip
+_FULL = {
+    "AccountQuotaExceeded", "InsufficientAccountPermissionsQuota", "storageQuotaExceeded", "EntityTooLarge",
+    "QuotaExceeded", "XMinioStorageFull", "StorageFull", "InsufficientStorage",
+}  # fmt: skip
+_DENIED = {  # whatever their status is
+    "AccessDenied", "AllAccessDisabled", "AccountProblem", "ExpiredToken", "ExpiredTokenException",
+    "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired", "UnauthorizedAccess",
+}  # fmt: skip
 
 
 class CutError(ConnectionError):
@@ -35,7 +56,7 @@ def absent(where: str) -> AbsentError:
 
 
 def no_container(begin: str, advice: Advice) -> StorageError:
-    return StorageError(f"{begin}: there is no {advice.container}. Create it, or check its name and the account.")
+    return StorageError(f"{begin}: there is no {advice.container}. Create it, or check its name and {advice.address}.")
 
 
 def unreached(begin: str, advice: Advice) -> UnreachedError:
@@ -71,9 +92,10 @@ def from_answer(status: int, code: str, what: str, where: str, advice: Advice) -
     if code in _FULL or status in (413, 507):
         return FullError(f"{said}. Free some space or raise the quota, then save again.")
     if status == 501:
-        return StorageError(f"{said}, as it does not know such a request. Check the URL and the endpoint.")
-    if code in _TRANSIENT or status >= 500 or status in (408, 429):
+        needed = "ckpt needs conditional writes, uploads in parts and ranged reads there"
+        return StorageError(f"{said}, as it does not know such a request. {needed}: check the URL and the endpoint.")
+    if code in TRANSIENT or status >= 500 or status in (408, 429):
         return TransientError(f"{said} ({status}).")
-    if status in (401, 403):
+    if code in _DENIED or status in (401, 403):
         return refused(f"{begin} ({code if _CODE.fullmatch(code) else status})", advice)
     return StorageError(f"{said} ({status}).")

@@ -3,51 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ckpt.errors import (
-    AbsentError,
-    ConfigError,
-    DeniedError,
-    FullError,
-    StorageError,
-    TransientError,
-)
-from ckpt.storage.base import changed
+from ckpt.errors import AbsentError, ConfigError, StorageError, TransientError
+from ckpt.storage.clouds.errors import TRANSIENT, Advice, cut_off, from_answer, refused, unreached
 from ckpt.storage.retry import UnreachedError
 from ckpt.storage.s3.http_session import EndlessError
 
-_TRANSIENT = {
-    "SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "Throttling", "ThrottlingException",
-    "TooManyRequests", "RequestLimitExceeded", "BandwidthLimitExceeded", "OperationAborted",
-    "ConditionalRequestConflict", "IncompleteBody", "BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch",
-    "XAmzContentChecksumMismatch", "429", "500", "502", "503", "504",
-}  # fmt: skip
-_DENIED = {
-    "AccessDenied", "AllAccessDisabled", "AccountProblem", "ExpiredToken", "ExpiredTokenException",
-    "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired", "UnauthorizedAccess",
-    "401", "403",
-}  # fmt: skip
-_ABSENT = {"NoSuchKey", "NoSuchVersion", "NotFound", "404"}
-_CODE = re.compile(r"[\w.]{1,64}", re.ASCII)  # of whatever else a server sends, nothing is quoted
-_CONFLICT = {"PreconditionFailed", "412"}
-_FULL = {"EntityTooLarge", "QuotaExceeded", "XMinioStorageFull", "StorageFull", "InsufficientStorage", "507"}
 _ELSEWHERE = {
-    "PermanentRedirect",
-    "AuthorizationHeaderMalformed",
-    "IllegalLocationConstraintException",
-    "301",
-    "302",
-    "303",
-    "307",
-    "308",
-}
-_CHECK_CREDENTIALS = (
-    "Check the credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or storage_options), and that "
-    "they may list, read, write and delete there."
-)
+    "PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException",
+    "301", "302", "303", "307", "308",
+}  # fmt: skip
+
+
+def _advice(bucket: str) -> Advice:
+    return Advice(
+        f"bucket {bucket!r}",
+        "the credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or storage_options)",
+        "the endpoint (AWS_ENDPOINT_URL, or storage_options={'endpoint_url': ...})",
+    )
 
 
 def code_of(error: BaseException) -> str:
@@ -59,16 +34,9 @@ def code_of(error: BaseException) -> str:
 def not_deleted(errors: Iterable[Mapping[str, Any]], where: str) -> StorageError:
     """The error for objects that a bulk delete has not removed, although the request itself succeeded."""
     wrong = {str(error.get("Key")): str(error.get("Code") or "") for error in errors}
-    is_transient = all(code in _TRANSIENT or not code for code in wrong.values())  # SeaweedFS gives none
+    is_transient = all(code in TRANSIENT or not code for code in wrong.values())  # SeaweedFS gives none
     listed = ", ".join(f"{key} ({code or 'without a reason'})" for key, code in wrong.items())
     return (TransientError if is_transient else StorageError)(f"could not delete in {where}: {listed}.")
-
-
-def strange_answer(where: str, what: str) -> StorageError:
-    """The error for an answer that no server of S3 gives: to ask again would not help."""
-    return StorageError(
-        f"could not read {where}: the server {what}. Check the endpoint: that is no S3 server's answer."
-    )
 
 
 def translate_error(error: BaseException, what: str, where: str, bucket: str) -> StorageError | ConfigError:
@@ -83,7 +51,7 @@ def translate_error(error: BaseException, what: str, where: str, bucket: str) ->
     if (endless := _endless(error)) is not None:
         return StorageError(f"could not {what} {where}: {endless}")
     if _is(error, exceptions.NoCredentialsError, exceptions.PartialCredentialsError):
-        return DeniedError(f"could not {what} {where}: there are no credentials, or only a part. {_CHECK_CREDENTIALS}")
+        return refused(f"could not {what} {where}", _advice(bucket))
     if _is(error, exceptions.ProfileNotFound):
         return ConfigError(
             f"could not {what} {where}: ~/.aws/config has no such profile. Check AWS_PROFILE, or storage_options="
@@ -105,13 +73,10 @@ def translate_error(error: BaseException, what: str, where: str, bucket: str) ->
             "certificate (AWS_CA_BUNDLE, or storage_options={'client_kwargs': {'verify': ...}})."
         )
     if _is(error, exceptions.EndpointConnectionError, exceptions.ConnectTimeoutError, ConnectionRefusedError):
-        return UnreachedError(
-            f"could not {what} {where}: no server answers. Check the endpoint (AWS_ENDPOINT_URL, or "
-            "storage_options={'endpoint_url': ...}) and the network."
-        )
+        return unreached(f"could not {what} {where}", _advice(bucket))
     kind = type(error.__cause__ or error).__name__
     if _is_network_failure(error):
-        return TransientError(f"could not {what} {where}: the connection failed ({kind}).")
+        return cut_off(f"could not {what} {where}", error.__cause__ or error)
     if _is(error, exceptions.BotoCoreError, ValueError, TypeError):
         return ConfigError(f"could not {what} {where}: {kind}. Check storage_options and the URL.")
     return StorageError(f"could not {what} {where}: {kind}.")
@@ -145,30 +110,16 @@ def _answer(error: BaseException) -> dict[str, Any] | None:
 def _translate_answer(answer: dict[str, Any], what: str, where: str, bucket: str) -> StorageError:
     code = str(answer.get("Error", {}).get("Code", ""))
     status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    begin = f"could not {what} {where}: the server says {code if _CODE.fullmatch(code) else status}"
-    if code in _CONFLICT:
-        return changed(where)
-    if code in _ABSENT:
-        return AbsentError(f"{where} does not exist.")
+    begin = f"could not {what} {where}: the server says {code}"
     if code == "NoSuchUpload":
         return AbsentError(f"{begin}: that upload was completed or aborted meanwhile.")
-    if code == "NoSuchBucket":
-        return StorageError(f"{begin}. Create the bucket {bucket!r}, or check its name and the endpoint.")
-    if code in _DENIED:
-        return DeniedError(f"{begin}. {_CHECK_CREDENTIALS}")
-    if code in _FULL or status == 507:
-        return FullError(f"{begin}. Free some space or raise the quota, then save again.")
     if code in _ELSEWHERE:
         return StorageError(
             f"{begin}. The bucket is in another region, or at another address: set AWS_REGION, or check the endpoint."
         )
     if code == "RequestTimeTooSkewed":
         return StorageError(f"{begin}. Set this machine's clock.")
-    if status == 501:
-        return StorageError(f"{begin}. ckpt needs conditional writes, uploads in parts and ranged reads there.")
-    if code in _TRANSIENT or status >= 500 or status == 429:
-        return TransientError(f"{begin} ({status}).")
-    return StorageError(f"{begin} ({status}).")
+    return from_answer(status, code, what, where, _advice(bucket))
 
 
 def _is_network_failure(error: BaseException) -> bool:

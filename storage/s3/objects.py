@@ -12,10 +12,11 @@ from typing import Any
 
 from ckpt.errors import AbsentError, StorageError, TransientError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished
+from ckpt.storage.clouds.errors import strange_answer
 from ckpt.storage.multipart import scatter, split_into_parts
 from ckpt.storage.s3 import write as s3_write
 from ckpt.storage.s3.connection import BytesMoved, Connection, gather_or_cancel
-from ckpt.storage.s3.errors import code_of, not_deleted, strange_answer
+from ckpt.storage.s3.errors import code_of, not_deleted
 from ckpt.storage.s3.write import Write
 
 _log = logging.getLogger("ckpt")

@@ -98,7 +98,7 @@ def server(serve: Start) -> Serving:
 class TestMemfdStorage(StorageContract):
     @pytest.fixture
     def storage(self, tmp_path: Path, server: Serving, monkeypatch: pytest.MonkeyPatch) -> Storage:
-        monkeypatch.setitem(urls._BUILT_IN, "memfd", MemfdStorage)
+        monkeypatch.setattr(urls, "_installed", lambda scheme, url: MemfdStorage)
         return MemfdStorage(tmp_path)
 
 
