@@ -24,7 +24,7 @@ from benchmarks.shared.results import Samples
 from ckpt.formats.layout import Box, Layout
 from ckpt.formats.native.manifest import BLOCK_SIZE, FileRecord, Manifest
 from ckpt.formats.native.shard_table import ShardTable, build_table, written_by
-from ckpt.util.clock import utc_now
+from ckpt.util.console import utc_now
 
 SHAPES = [(4096 + 64 * index, 2) for index in range(12)]  # about as many as a transformer has
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from ckpt.shown import install_log_filter
-from ckpt.util.console_log import install_console
+from ckpt.util.console import install_console
 
 
 def _read_homes() -> dict[str, str]:

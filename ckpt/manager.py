@@ -33,16 +33,15 @@ from ckpt.ranks.group import MAIN
 from ckpt.ranks.preemption import Preemption
 from ckpt.ranks.save_schedule import SaveSchedule
 from ckpt.root.catalog import name_of_step
+from ckpt.root.commit import SaveReport
 from ckpt.root.retention import Keep
-from ckpt.root.save_reports import SaveReport
 from ckpt.session import Session
 from ckpt.state.find_source import find_source, refuse_unnamed
 from ckpt.state.plain_values import PlainValues
 from ckpt.state.unwrap import unwrap
 from ckpt.storage import Storage, disk_path
-from ckpt.util.console import say
-from ckpt.util.fork_safety import refuse_copy
-from ckpt.util.html import html_table
+from ckpt.util.console import html_table, say
+from ckpt.util.process_identity import refuse_copy
 
 if TYPE_CHECKING:
     from ckpt.export.push import Card

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import torch.distributed as dist
 
 from ckpt.errors import ConfigError
-from ckpt.root.mirror_wait import AT_END, AT_START, MirrorPatience
+from ckpt.root.mirror import AT_END, AT_START, MirrorPatience
 from ckpt.root.open import open_tiers
 from ckpt.root.retention import Keep
 from ckpt.save.capture import LAYOUTS

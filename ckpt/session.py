@@ -16,16 +16,21 @@ from ckpt.errors import ConfigError, DamagedError, Preempted, StorageError
 from ckpt.load.load_state import LiveObjects, StateLoader
 from ckpt.load.locations import Locations
 from ckpt.load.restored import Restored
-from ckpt.memory.build import build_tier
-from ckpt.memory.resume import find_snapshots, memory_facts, note_load
-from ckpt.memory.source_state import has_save_hooks, without_this_save
+from ckpt.memory.session_tier import (
+    build_tier,
+    find_snapshots,
+    has_save_hooks,
+    memory_facts,
+    note_load,
+    without_this_save,
+)
 from ckpt.options import ManagerOptions
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import MAIN
 from ckpt.ranks.hosts import Hosts
 from ckpt.ranks.save_schedule import SaveSchedule
 from ckpt.root.catalog import check_name, manifests_of_run, name_of_step
-from ckpt.root.trust import open_keys
+from ckpt.root.signing import open_keys
 from ckpt.save.capture import LiveState, StateCapture
 from ckpt.save.finite_guard import FiniteGuard
 from ckpt.save.last_boundary import LastBoundary

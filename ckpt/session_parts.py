@@ -11,9 +11,7 @@ from ckpt.ranks.find import find_ranks
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import Hosts, find_hosts, may_have_separate_roots
 from ckpt.ranks.preemption import Preemption
-from ckpt.root.copy import Copies
-from ckpt.root.mirror import MirrorWorker
-from ckpt.root.mirror_wait import MirrorPatience
+from ckpt.root.mirror import Copies, MirrorPatience, MirrorWorker
 from ckpt.root.open import refuse_checkpoint, try_out_tiers
 from ckpt.root.retention import Keep
 from ckpt.state.objects import GivenObjects, ObjectSource

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.storage.retry import RetryPolicy
-from ckpt.util.console_log import ConsoleHandler
+from ckpt.util.console import ConsoleHandler
 from tests.helpers import hub_server
 from tests.helpers.expected_skips import ExpectedSkips
 from tests.helpers.hub_server import HubServer

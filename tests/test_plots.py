@@ -7,8 +7,17 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ckpt.util.line_chart import Mark, line_panel
-from ckpt.util.svg_plot import PLAIN, THEMED, document, linear_scale, log_scale, rectangle, round_ticks
+from ckpt.util.svg_plot import (
+    PLAIN,
+    THEMED,
+    Mark,
+    document,
+    line_panel,
+    linear_scale,
+    log_scale,
+    rectangle,
+    round_ticks,
+)
 
 HUGE, SMALLEST = 1.7e308, 5e-324
 

@@ -16,9 +16,8 @@ from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.registry import foreign_hint
 from ckpt.root import catalog
 from ckpt.root.catalog import Checkpoint, Overview, Summary
-from ckpt.root.condition import COMPLETE, Condition, condition
 from ckpt.root.history import History
-from ckpt.root.verify import INTACT, REMOVED
+from ckpt.root.verify import COMPLETE, INTACT, REMOVED, Condition, condition
 from ckpt.shown import shown
 from ckpt.storage import open_storage
 from ckpt.util.console import format_age, format_number, format_size, format_table, one_line

@@ -12,9 +12,9 @@ from ckpt.errors import CheckpointError, MissingError
 from ckpt.formats.native.manifest import Manifest, short
 from ckpt.formats.registry import foreign_hint
 from ckpt.root import catalog
-from ckpt.root import repair as repairing
+from ckpt.root import verify as repairing
 from ckpt.root import verify as verifying
-from ckpt.root.trust import Trust
+from ckpt.root.signing import Trust
 from ckpt.root.verify import Verification, files_on_other_hosts
 from ckpt.shown import shown
 from ckpt.storage import Storage, open_storage
@@ -135,7 +135,7 @@ def key() -> None:
 @click.argument("path")
 def new(path: str) -> None:
     """Write a new private key to PATH, for you alone, and its public half to PATH.pub."""
-    from ckpt.root.keys import find_verify_keys, new_key, shown
+    from ckpt.root.signing import find_verify_keys, new_key, shown
 
     public = new_key(path)
     echo(f"{path}: keep it secret, and give it to the run: ckpt.Signing(key={path!r}) or CKPT_SIGN_KEY")

@@ -13,8 +13,7 @@ from ckpt.errors import ConfigError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.root.catalog import Summary
 from ckpt.shown import markdown, shown
-from ckpt.util.line_chart import HEIGHT, WIDTH, Points, line_panel
-from ckpt.util.svg_plot import PLAIN, document
+from ckpt.util.svg_plot import HEIGHT, PLAIN, WIDTH, Points, document, line_panel
 
 
 def draw(curves: Mapping[str, Points]) -> str | None:

@@ -39,8 +39,7 @@ from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts, find_hosts, may_have_separate_roots
 from ckpt.root.catalog import locate
 from ckpt.root.folder import Place, single_file
-from ckpt.root.keys import KeySource
-from ckpt.root.trust import BELIEVES_ALL, Trust, open_trust
+from ckpt.root.signing import BELIEVES_ALL, KeySource, Trust, open_trust
 from ckpt.shown import Lines
 from ckpt.state.model import ModelPart, tensors_in
 from ckpt.state.objects import ManagedObjects

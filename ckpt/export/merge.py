@@ -18,8 +18,7 @@ from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.tensors import FilePlan
 from ckpt.root.folder import open_url
-from ckpt.root.keys import KeySource
-from ckpt.root.trust import open_trust
+from ckpt.root.signing import KeySource, open_trust
 from ckpt.storage import Storage
 from ckpt.util.console import progress_bar
 from ckpt.util.option_values import path_text

@@ -48,7 +48,7 @@ from ckpt.ranks.group import MAIN
 from ckpt.root.catalog import locate, read_manifest, scan
 from ckpt.root.file_names import part_of, rank_of
 from ckpt.root.folder import Folder, Place
-from ckpt.root.trust import BELIEVES_ALL, Trust
+from ckpt.root.signing import BELIEVES_ALL, Trust
 from ckpt.root.verified_file import VerifiedFile
 from ckpt.root.verify import problems
 from ckpt.storage import Storage

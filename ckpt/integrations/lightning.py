@@ -23,6 +23,7 @@ from ckpt.integrations.lightning_order import LoaderPosition, warn_of_unknown_or
 from ckpt.load.reader import CheckpointReader
 from ckpt.load.select import Selection, choose
 from ckpt.memory.place import SLOTS, MemoryPlace
+from ckpt.memory.slot_storage import slot_storage
 from ckpt.ranks.find import find_ranks
 from ckpt.ranks.group import MAIN, Ranks, SingleProcess
 from ckpt.root import catalog
@@ -95,7 +96,8 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         """The checkpoint as it was given to `save_checkpoint`. No pickle is involved, whatever `weights_only` says."""
         root, name = _split_path(path)
         self._finish_saves()
-        storage, place = open_storage(root), _allocator(map_location)
+        memory, place = _memory_at(root), _allocator(map_location)
+        storage = open_storage(root) if memory is None else slot_storage(memory)
         with ExitStack() as held:
             choice = choose(
                 Selection(
@@ -107,7 +109,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
                 held,
             )
         assert choice is not None  # with a name, a missing checkpoint is an error
-        if not _is_in_memory(root):  # then CkptMemory has the folder's saver continue from it
+        if memory is None:  # otherwise CkptMemory has the folder's saver continue from it
             self.saver_of(storage).root.follow(choice.manifest, ())
         return choice.ready
 
@@ -265,9 +267,9 @@ def _split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
     return root or "/", name
 
 
-def _is_in_memory(root: str) -> bool:
-    """Whether a folder of checkpoints is that of a run in memory."""
-    return Path(root).name == SLOTS and MemoryPlace.open(Path(root).parent) is not None
+def _memory_at(root: str) -> MemoryPlace | None:
+    """The memory of a run that a folder of checkpoints belongs to; None if it is no such folder."""
+    return MemoryPlace.open(Path(root).parent) if Path(root).name == SLOTS else None
 
 
 def verify(storage: Storage, manifest: Manifest) -> None:

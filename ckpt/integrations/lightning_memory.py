@@ -15,8 +15,7 @@ from ckpt.formats.native.manifest import Manifest
 from ckpt.integrations.lightning import CkptIO, request_of, verify
 from ckpt.load.choice import Choice
 from ckpt.load.select import Selection, choose
-from ckpt.memory.build import build_tier
-from ckpt.memory.resume import find_snapshots
+from ckpt.memory.session_tier import build_tier, find_snapshots
 from ckpt.memory.tier import MemoryTier
 from ckpt.ranks.group import SingleProcess
 from ckpt.root.catalog import name_of_step

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ckpt.root.save_reports import SaveReport
+from ckpt.root.commit import SaveReport
 
 Callback = Callable[[SaveReport], None]
 

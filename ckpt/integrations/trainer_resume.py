@@ -19,15 +19,14 @@ from ckpt.load.candidates import list_memory
 from ckpt.load.choice import Choice
 from ckpt.load.reader import CheckpointReader
 from ckpt.load.select import MemoryTier, Selection, choose
-from ckpt.memory.build import build_tier
-from ckpt.memory.resume import find_snapshots
+from ckpt.memory.session_tier import build_tier, find_snapshots
 from ckpt.options import ManagerOptions
 from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
 from ckpt.ranks.find import find_ranks
 from ckpt.ranks.group import Ranks
 from ckpt.root import catalog
 from ckpt.root.folder import open_url
-from ckpt.root.trust import open_keys
+from ckpt.root.signing import open_keys
 from ckpt.root.verify import problems
 from ckpt.save.root_writer import RootWriter
 from ckpt.save.saver import Saver

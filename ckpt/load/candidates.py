@@ -12,7 +12,7 @@ from ckpt.load.accelerate_reader import foreign_names, read_any
 from ckpt.root import catalog
 from ckpt.root.catalog import Overview
 from ckpt.root.folder import ROOT_ITSELF
-from ckpt.root.mirror_wait import MirrorPatience
+from ckpt.root.mirror import MirrorPatience
 from ckpt.storage import Storage
 
 _log = logging.getLogger("ckpt")

@@ -23,7 +23,7 @@ from ckpt.load.restored import Restored, restored_from
 from ckpt.load.select import Candidate, Selection, choose
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import MAIN, Ranks
-from ckpt.root.trust import Trust
+from ckpt.root.signing import Trust
 from ckpt.state import rng
 from ckpt.state.objects import ObjectSource
 from ckpt.state.parts import Notes

@@ -15,7 +15,7 @@ from ckpt.ranks.group import Ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
 from ckpt.root.catalog import Overview, check_name
 from ckpt.root.folder import ROOT_ITSELF, Folder, open_url
-from ckpt.root.mirror_wait import MirrorPatience
+from ckpt.root.mirror import MirrorPatience
 from ckpt.storage import LocalStorage, Storage, place_of
 from ckpt.storage.local.one_folder import OneFolder
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckpt.data.progress import Progress
 from ckpt.shown import Lines
-from ckpt.util.html import html_table
+from ckpt.util.console import html_table
 
 if TYPE_CHECKING:
     from ckpt.load.choice import Choice

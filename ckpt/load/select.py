@@ -20,8 +20,8 @@ from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
 from ckpt.root.catalog import Overview
-from ckpt.root.mirror_wait import MirrorPatience
-from ckpt.root.trust import Trust
+from ckpt.root.mirror import MirrorPatience
+from ckpt.root.signing import Trust
 from ckpt.shown import Lines
 from ckpt.storage import Storage
 

@@ -15,8 +15,8 @@ from ckpt.formats.native.manifest import Manifest
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.root import catalog
-from ckpt.root.repair import find_whole_files
-from ckpt.root.trust import Trust
+from ckpt.root.signing import Trust
+from ckpt.root.verify import find_whole_files
 from ckpt.storage import Patched, Place, Storage
 
 _log = logging.getLogger("ckpt")

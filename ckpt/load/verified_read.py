@@ -16,7 +16,6 @@ import threading
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from ckpt.formats.tensors import Transfer, as_bytes, host_bytes
 from ckpt.root.verified_file import VerifiedFile
 from ckpt.root.verify import altered_blocks, reader_threads
 from ckpt.util.aligned_memory import allocate_pages
+from ckpt.util.threads import ThreadCall
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 
@@ -383,13 +383,16 @@ def _in_threads(count: int, work: Callable[[], None], stop: threading.Event) -> 
     if count < 2:
         work()
         return
-    with ThreadPoolExecutor(count, thread_name_prefix="ckpt-read") as pool:
-        try:
-            for future in [pool.submit(work) for _ in range(count)]:
-                future.result()
-        except BaseException:  # Ctrl-C above all: leaving the pool waits for its threads
-            stop.set()
-            raise
+    readers = [ThreadCall(work, "ckpt-read") for _ in range(count)]
+    try:
+        for reader in readers:
+            reader.result()
+    except BaseException:  # Ctrl-C above all
+        stop.set()
+        raise
+    finally:
+        for reader in readers:
+            reader.has_failed()  # waits: they write into tensors
 
 
 def _refuse_damaged(where: str, damage: Iterable[str]) -> None:

@@ -17,7 +17,7 @@ from ckpt.errors import CkptError, LockedError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.memory.keeper_process import KeeperProcess, last_log_line, living_keeper
 from ckpt.memory.place import ALIVE, MemoryPlace
-from ckpt.memory.slot_storage import REPLICA, is_in_memfds, slot_storage
+from ckpt.memory.slot_storage import REPLICA, slot_storage
 from ckpt.root.catalog import scan
 from ckpt.storage import open_storage, place_of
 
@@ -43,7 +43,7 @@ class HeldMemory:
         return cls(
             place,
             tuple(_snapshots(place)),
-            _size(place),
+            sum(_sizes(place.slots)) + sum(_sizes(place.path / REPLICA)),
             () if deserted else tuple(_holders(place.path / ALIVE)),
             deserted,
             living_keeper(place),
@@ -104,20 +104,11 @@ def _snapshots(place: MemoryPlace) -> Iterator[Manifest]:
         yield from (found.manifest for found in scan(slot_storage(place)) if found.manifest is not None)
 
 
-def _size(place: MemoryPlace) -> int:
-    storage = slot_storage(place)
-    if not is_in_memfds(place):
-        return sum(_sizes(place.slots)) + sum(_sizes(place.path / REPLICA))
-    with suppress(CkptError):
-        return sum(entry.size for entry in storage.list())
-    return 0
-
-
 def _sizes(folder: Path) -> Iterator[int]:
     for above, _, names in os.walk(folder):
         for name in names:
             with suppress(OSError):
-                yield os.lstat(os.path.join(above, name)).st_size
+                yield os.stat(os.path.join(above, name)).st_size
 
 
 def _holders(path: Path) -> Iterator[int]:

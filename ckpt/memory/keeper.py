@@ -2,10 +2,9 @@
 
 It watches the folder of the run in memory, and ends with it. When no process of the run has lived for a while, it has
 the newest snapshot saved to the root (`ckpt.memory.rescue`, in a process of its own); after a longer while it removes
-the folder. Where the tmpfs is too small it also holds the snapshots, in memfds.
+the folder. Where the tmpfs is too small it also holds the memory of the snapshots' files.
 
-Run by its path with `python -I -S`, so that it stays small: it imports the standard library, and nothing of ckpt
-unless it holds memfds.
+Run by its path with `python -I -S`, so that it stays small: it imports the standard library, and nothing of ckpt.
 """
 
 from __future__ import annotations
@@ -13,19 +12,22 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import resource
 import signal
 import stat
 import sys
 import time
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ckpt.memory.memfd_server import MemfdServer
+from contextlib import suppress
+from typing import Any
 
 RUN, ALIVE = "run.json", "alive"  # as in ckpt.memory.place, which would triple the size of this process
 LOCK, LOG = "keeper.lock", "keeper.log"
+HELD, ASKED = "held", ".asked"
+MEMFD = "/memfd:ckpt (deleted)"  # as in ckpt.storage.local.volatile
 DONE, REFUSED = 0, 3  # exit statuses of the rescue; after any other it is tried again
 _TICK = 0.25  # seconds
+_TO_OPEN = 0.5  # seconds: opening a name takes microseconds
+_SOON = 0.01  # seconds: who has asked for one file asks for more
 _TOUCH = 60.0  # seconds between two notes that the run lives
 _RETRY = 30.0  # seconds between two attempts to rescue
 _GRACE = 10.0  # seconds after its deadline until the rescue is killed
@@ -38,7 +40,7 @@ class Taken(Exception):  # noqa: N818 - not a failure
 
 
 class Keeper:
-    """Watches one folder. `settings`: `linger` seconds, `library` (where ckpt is), `memfd` and its `limit`."""
+    """Watches one folder. `settings`: `linger` seconds, and `library` (where ckpt is)."""
 
     def __init__(self, path: str, settings: dict[str, Any]) -> None:
         self.path = path
@@ -46,7 +48,7 @@ class Keeper:
         self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._lock = self._take_lock()
         self._alive = self._open(ALIVE, os.O_RDONLY)
-        self._server = self._serve() if settings.get("memfd") else None
+        self._files = HeldFiles(f"{path}/{HELD}")
         self._touched = time.monotonic()
         self._hurry = False
         self._deserted: float | None = None  # since when nobody lives
@@ -62,7 +64,7 @@ class Keeper:
     def run(self) -> None:
         """Return when the folder is gone, or was removed because nobody has lived for the time of `linger`."""
         while self._is_there():
-            self._wait()
+            time.sleep(_SOON if self._files.tend() else _TICK)
             if self._anybody_lives():
                 self._deserted = None
                 self._touch()
@@ -96,10 +98,6 @@ class Keeper:
         with open(descriptor, "a") as file:
             file.write(line)
 
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-
     def _terminate(self, *_: object) -> None:
         self._hurry = True
 
@@ -110,20 +108,6 @@ class Keeper:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, self.identity.encode(), 0)
         return descriptor
-
-    def _serve(self) -> MemfdServer:
-        from ckpt.memory import memfd_wire
-        from ckpt.memory.memfd_server import MemfdServer, allow_descriptors
-
-        allow_descriptors()
-        if self._has(memfd_wire.SOCKET):  # of a keeper that was killed
-            os.unlink(memfd_wire.SOCKET, dir_fd=self._folder)
-        return MemfdServer(memfd_wire.listen(self._folder), self.settings.get("limit"))
-
-    def _wait(self) -> None:
-        until, wait = time.monotonic() + _TICK, time.sleep if self._server is None else self._server.serve
-        while (left := until - time.monotonic()) > 0:
-            wait(left)
 
     def _is_there(self) -> bool:
         try:
@@ -151,7 +135,7 @@ class Keeper:
 
     def _finish(self) -> bool:
         """End: remove the folder, with its lock held so that nobody comes to live in it. False if somebody has."""
-        if self._hurry and self._server is None and self._has(RUN) and not self._rescue.has_saved:
+        if self._hurry and not self._files.descriptors and self._has(RUN) and not self._rescue.has_saved:
             return True  # ended by a signal, with snapshots that are only here: they are left for the next run
         if not _lock_alone(self._alive):
             return False
@@ -168,6 +152,67 @@ class Keeper:
             return descriptor
         os.close(descriptor)
         raise OSError(f"{name} is no file of this folder alone")
+
+
+class HeldFiles:
+    """The memory of files that are too large for the tmpfs, held by descriptors of memfds.
+
+    In its folder, a process of the run asks with a link `<token>.asked` to a memfd of its own. The answer is a link
+    `<token>` to a descriptor here. The names of the file are further hard links of that one, as the kernel counts them:
+    memory that nobody asks for any more, and that has no other name, is free, but for a moment in which somebody who
+    has just looked its name up may still open it.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self.descriptors: dict[str, int] = {}  # by token
+        self._unnamed: dict[str, float] = {}  # by token: since when
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:  # every file takes one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+    def tend(self) -> bool:
+        """Take what is asked for, and free what is not needed. Returns whether anybody has asked."""
+        try:
+            names = os.listdir(self._folder)
+        except OSError:  # the folder is gone: the keeper ends soon
+            return False
+        asked = [name for name in names if name.endswith(ASKED)]
+        for name in asked:
+            self._take(name)
+        unnamed = {token for token in self.descriptors if f"{token}{ASKED}" not in asked and self._names(token) <= 1}
+        self._unnamed = {token: self._unnamed.get(token, time.monotonic()) for token in unnamed}
+        for token, since in self._unnamed.items():
+            if time.monotonic() - since > _TO_OPEN:
+                self._free(token)
+        return bool(asked)
+
+    def _take(self, name: str) -> None:
+        token, request = name.removesuffix(ASKED), f"{self._folder}/{name}"
+        try:
+            descriptor = os.open(request, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:  # who has asked has ended
+            _unlink(request)
+            return
+        if token in self.descriptors:
+            os.close(descriptor)
+        elif os.readlink(f"/proc/self/fd/{descriptor}") != MEMFD:
+            os.close(descriptor)
+            _unlink(request)
+        else:
+            self.descriptors[token] = descriptor
+            with suppress(OSError):  # the folder is being removed
+                os.symlink(f"/proc/{os.getpid()}/fd/{descriptor}", f"{self._folder}/{token}")
+
+    def _names(self, token: str) -> int:
+        try:
+            return os.lstat(f"{self._folder}/{token}").st_nlink
+        except OSError:
+            return 0
+
+    def _free(self, token: str) -> None:
+        _unlink(f"{self._folder}/{token}")
+        os.close(self.descriptors.pop(token))
 
 
 class RescueProcess:
@@ -258,8 +303,11 @@ def main() -> None:
     except Exception as error:
         keeper.log(f"ended by {type(error).__name__}: {error}")
         raise
-    finally:
-        keeper.close()
+
+
+def _unlink(path: str) -> None:
+    with suppress(OSError):  # removed meanwhile
+        os.unlink(path)
 
 
 def _close_standard_streams() -> None:
@@ -287,13 +335,5 @@ def _start_time() -> str:
         return file.read().rpartition(")")[2].split()[19]
 
 
-def _import_ckpt_without_its_names() -> None:
-    """Let `ckpt.memory` be imported, without all that `ckpt/__init__.py` imports."""
-    package = type(sys)("ckpt")
-    package.__path__ = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
-    sys.modules["ckpt"] = package
-
-
 if __name__ == "__main__":
-    _import_ckpt_without_its_names()
     main()

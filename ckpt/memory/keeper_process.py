@@ -11,12 +11,11 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ckpt.errors import StorageError
 from ckpt.memory import keeper
 from ckpt.memory.place import MemoryPlace, linger_seconds
-from ckpt.root.keys import SIGN_VARIABLE
+from ckpt.root.signing import SIGN_VARIABLE
 from ckpt.storage.local.files import open_regular
 from ckpt.util.process_identity import start_time
 
@@ -51,18 +50,18 @@ class KeeperProcess:
         return True
 
 
-def start_keeper(place: MemoryPlace, *, memfd: bool = False, limit: int | None = None) -> KeeperProcess | None:
+def start_keeper(place: MemoryPlace) -> KeeperProcess | None:
     """The keeper of a place: the one that lives, or a new one; None, with a warning, if none can be started.
 
     Where `CKPT_MEMORY_KEEPER` is `off`, none is, and nothing is said.
 
-    It has a session of its own and outlives this process, its group and its terminal. With `memfd` it holds at most
-    `limit` bytes for a `MemfdStorage`. What it is to rescue it reads in `run.json` when the time has come.
+    It has a session of its own and outlives this process, its group and its terminal. What it is to rescue it reads in
+    `run.json` when the time has come.
     """
     if is_turned_off():
         return None
     try:
-        return require_keeper(place, memfd=memfd, limit=limit)
+        return require_keeper(place)
     except KeeperError as error:
         _log.warning(
             "no keeper process for the snapshots in memory: %s They are used by a restart all the same, but nobody "
@@ -71,12 +70,12 @@ def start_keeper(place: MemoryPlace, *, memfd: bool = False, limit: int | None =
         return None
 
 
-def require_keeper(place: MemoryPlace, *, memfd: bool = False, limit: int | None = None) -> KeeperProcess:
+def require_keeper(place: MemoryPlace) -> KeeperProcess:
     """As `start_keeper`, but raises a `KeeperError` if none can be started."""
     if is_turned_off():
         raise KeeperError(f"{KEEPER_VARIABLE}=off.")
     try:
-        found = living_keeper(place) or _start(place, {"memfd": memfd, "limit": limit})
+        found = living_keeper(place) or _start(place)
         place.record(keeper={"process": found.process, "started": found.started})
     except KeeperError:
         raise
@@ -116,8 +115,8 @@ def is_turned_off() -> bool:
     return os.environ.get(KEEPER_VARIABLE, "").lower() == "off"
 
 
-def _start(place: MemoryPlace, options: dict[str, Any]) -> KeeperProcess:
-    settings = {"linger": linger_seconds(), "library": str(Path(keeper.__file__).resolve().parents[2]), **options}
+def _start(place: MemoryPlace) -> KeeperProcess:
+    settings = {"linger": linger_seconds(), "library": str(Path(keeper.__file__).resolve().parents[2])}
     if not sys.executable:
         raise KeeperError("this interpreter has no executable.")
     command = [sys.executable, "-I", "-S", os.path.abspath(keeper.__file__), str(place.path), json.dumps(settings)]

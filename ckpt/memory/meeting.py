@@ -1,25 +1,33 @@
-"""How the ranks of a job meet in memory: which share a host's, and which folder is theirs there."""
+"""How the ranks of a job meet in memory: which share a host's, and which folder, with its keeper, is theirs there."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.errors import CkptError, StorageError
+from ckpt.errors import CkptError, ConfigError, StorageError
 from ckpt.memory import room
-from ckpt.memory.facts import boot_id
+from ckpt.memory.keeper_process import (
+    KEEPER_VARIABLE,
+    KeeperError,
+    is_turned_off,
+    living_keeper,
+    require_keeper,
+    start_keeper,
+)
 from ckpt.memory.place import MemoryPlace, PlaceError, memory_directory
-from ckpt.memory.places import Places
+from ckpt.memory.rescue import rescue_settings
 from ckpt.memory.root_token import identity_of, read_token, remove_token, write_token
-from ckpt.memory.slot_storage import ANSWER, is_in_memfds, replica_storage, slot_storage
+from ckpt.memory.slot_storage import hold_memory, is_held, replica_storage, slot_storage
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts, host_name
-from ckpt.storage import Storage
+from ckpt.storage import Storage, place_of
+from ckpt.util.process_identity import boot_id
 
 _log = logging.getLogger("ckpt")
 _CALL = "StateManager(..., memory=...)"
@@ -30,18 +38,23 @@ class Meeting:
     """Finds or makes the folder in memory that the ranks of a host share. Every rank makes the same calls.
 
     A root has a token while a run uses it with a memory tier. A root that was removed and made anew has another one, so
-    that its run does not resume from the memory of the run before.
+    that its run does not resume from the memory of the run before. `rescue`: whether the keeper saves the newest
+    snapshot to the root when the run has died; `options`: those of the root's storage; `separate_roots`: whether every
+    host has a root of its own.
     """
 
     ranks: Ranks
     root: Storage
-    places: Places
+    rescue: bool = False
+    options: Mapping[str, Any] | None = None
+    separate_roots: bool = False
     place: MemoryPlace | None = None
     hosts: Hosts = ONE_SHARED_ROOT
     complete: bool = False  # every host has a folder
     _token: str = field(default="", init=False)
     _is_found: bool = field(default=False, init=False)
     _taken: int = field(default=0, init=False)  # bytes of snapshots, when they were last counted
+    _has_warned: bool = field(default=False, init=False)
 
     @property
     def owns_place(self) -> bool:
@@ -59,14 +72,21 @@ class Meeting:
         ids = [seen["id"] for seen in views]
         hosts = Hosts(tuple(map(ids.index, ids)), tuple(seen["name"] for seen in views))
         self.hosts = hosts if hosts.separate_roots else ONE_SHARED_ROOT
-        problem = self._enter(lambda: self.places.find(self._identity) if self._token else None)
+        problem = self._enter(lambda: self._find_place() if self._token else None)
         if problem and self.ranks.rank == MAIN:
             _log.warning("snapshots in memory are there, but cannot be used: %s", problem)
 
     def settle(self) -> None:
-        """The root is locked, and the snapshots that were found are those that this run continues from."""
-        if self.place is not None and self.owns_place:
-            self.places.settle(self.place)
+        """The root is locked, and the snapshots that were found are those that this run continues from: its settings
+        are the folder's now, and it has a keeper."""
+        place = self.place
+        if place is None or not self.owns_place:
+            return
+        try:
+            place.record(rescue=self._settings())
+        except OSError as error:
+            _log.warning("%s cannot be written: %s. Its snapshots are used all the same.", place.path, error.strerror)
+        start_keeper(place)
 
     def forget(self) -> None:
         """The root is locked, and what was found, here or on other hosts, is not what this run continues from.
@@ -78,14 +98,14 @@ class Meeting:
         self.remove()
         self._token = ""
 
-    def make(self, memfd: Collection[int] = ()) -> str:
+    def make(self, small: Collection[int] = ()) -> str:
         """Make the folders that are missing. Returns why that failed, if it did.
 
-        `memfd`: the owners whose hosts have too small a tmpfs.
+        `small`: the owners whose hosts have too small a tmpfs.
         """
         self._token = decide_together(self.ranks, _CALL, Result(), lambda _: self._token or write_token(self.root))
-        had, small = self.place, self.ranks.rank in memfd
-        problem = self._enter(lambda: self.place or self.places.make(self._identity, memfd=small))
+        had, held = self.place, self.ranks.rank in small
+        problem = self._enter(lambda: self.place or self._make_place(held=held))
         if problem and had is None and self.place is not None:
             self.remove()
         return problem
@@ -104,19 +124,13 @@ class Meeting:
         """The room for snapshots on this host, of which its folder has taken some."""
         place = self.place
         if place is None:
-            return room.measure(memory_directory(), 0, memfd=True)
+            return room.measure(memory_directory(), 0, held=True)
         if not place.is_there:
             raise PlaceError(f"{place.path} was removed.")
-        return room.measure(place.path, self._taken, memfd=is_in_memfds(place))
-
-    def count_taken(self) -> None:
-        """Count the bytes of all snapshots on this host, for `measure_room`. Asks the keeper, as no step of training
-        may: it may be stopped."""
-        place = self.place
-        if place is not None and self.owns_place:
-            with suppress(StorageError):
-                stored = (slot_storage(place, ANSWER), replica_storage(place))
-                self._taken = sum(entry.size for found in stored for entry in found.list())
+        with suppress(StorageError):  # as many as before, where a file goes while they are counted
+            stored = (slot_storage(place), replica_storage(place))
+            self._taken = sum(entry.size for found in stored for entry in found.list())
+        return room.measure(place.path, self._taken, held=is_held(place))
 
     def remove(self) -> None:
         """Remove this host's folder. Ranks that do not own it only leave."""
@@ -137,6 +151,44 @@ class Meeting:
             with suppress(StorageError):
                 remove_token(self.root)
         self.leave()
+
+    def _find_place(self) -> MemoryPlace | None:
+        """The folder that a killed run has left. Where its keeper has ended, so has what it held: it is removed."""
+        place = MemoryPlace.find(self._identity)
+        if place is not None and is_held(place) and living_keeper(place) is None:
+            place.remove_if_deserted()
+            return None
+        return place
+
+    def _make_place(self, *, held: bool) -> MemoryPlace:
+        """A new folder, with a keeper, which with `held` holds the snapshots' memory: then there is none without it."""
+        place = MemoryPlace.create(self._identity, root_shown=place_of(self.root), rescue=self._settings())
+        if not held:
+            start_keeper(place)
+            return place
+        try:
+            hold_memory(place)
+            require_keeper(place)
+        except KeeperError as error:
+            place.remove()
+            raise PlaceError(f"{memory_directory()} is too small, and there is no keeper process: {error}") from error
+        return place
+
+    def _settings(self) -> dict[str, Any] | None:
+        """What the keeper needs for a rescue; None, with one warning, where there can be none."""
+        if not self.rescue:
+            return None
+        settings, problem = None, ""
+        try:
+            settings = rescue_settings(self.root, self.options, separate_roots=self.separate_roots)
+        except ConfigError as error:
+            problem = str(error)
+        if is_turned_off():
+            problem = f"Memory(rescue=True) has no effect: {KEEPER_VARIABLE}=off, and nobody else rescues."
+        if problem and not self._has_warned:
+            self._has_warned = True
+            _log.warning("%s", problem)
+        return settings
 
     def _enter(self, find: Callable[[], MemoryPlace | None]) -> str:
         """Owners find their folders, and the other ranks of their hosts enter them. Returns what went wrong."""

@@ -1,4 +1,4 @@
-"""The folder of a run in a host's memory: who may find it, who lives in it, and how it is removed.
+"""The folder of a run in a host's memory: what it says of itself, who may find it, who lives in it, how it is removed.
 
 Imports no torch: the keeper and `ckpt memory` use it too.
 """
@@ -7,24 +7,120 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import math
 import os
+import platform
 import re
 import secrets
 import shutil
 import socket
 import stat
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from hashlib import sha256
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from ckpt.errors import StorageError
-from ckpt.memory.facts import boot_id, code_versions, digest_of, read_facts, write_facts
-from ckpt.memory.open_descriptors import OpenDescriptors
-from ckpt.storage.local.files import open_regular
-from ckpt.util.clock import utc_now
+from ckpt.storage.local.files import has_one_name, open_regular
+from ckpt.util.checked_json import Rule, broken_rules, is_count, is_finite, is_mapping, is_text, parse_json
+from ckpt.util.console import utc_now
+from ckpt.util.process_identity import boot_id
+from ckpt.version import __version__
+
+_MOST_FACTS = 64 << 10  # bytes
+_RESCUE = {
+    "root": Rule(is_text, "text"),
+    "after": Rule(is_finite, "a number of seconds"),
+    "deadline": Rule(is_finite, "a number of seconds"),
+}
+_RULES = {
+    "format": Rule(is_count, "a number"),
+    "uid": Rule(is_count, "a number"),
+    "created": Rule(is_text, "text"),
+    "root_sha256": Rule(is_text, "text"),
+    "versions": Rule(is_mapping(is_text), "names with text"),
+    "rescue": Rule(lambda value: value is None or not broken_rules(value, _RESCUE), "settings", required=False),
+}
+
+
+def code_versions() -> dict[str, str]:
+    """The versions by which a snapshot in memory is read only by the code that wrote it. Imports no torch."""
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = ""
+    return {"ckpt": __version__, "python": platform.python_version(), "torch": torch}
+
+
+def digest_of(root_identity: str) -> str:
+    """What a folder records of its root's identity: enough to find it by, nothing to read a secret from."""
+    return sha256(root_identity.encode()).hexdigest()
+
+
+def read_facts(path: Path) -> dict[str, Any] | None:
+    """The facts in a regular file of this user's; None if it is anything else."""
+    try:
+        descriptor = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.getuid() or status.st_size > _MOST_FACTS:
+            return None
+        try:
+            facts: Any = parse_json(file.read(_MOST_FACTS))
+        except ValueError:
+            return None
+    return None if broken_rules(facts, _RULES) else dict(facts)
+
+
+def write_facts(path: Path, facts: Mapping[str, Any]) -> None:
+    """Replace the file at once: a reader finds the old facts or the new ones."""
+    new = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "w") as file:
+        json.dump(facts, file, indent=1)
+    os.replace(new, path)
+
+
+class OpenDescriptors:
+    """Descriptors of this process that are closed in every child that it forks.
+
+    Open and add one, or discard and close it, with `guard` held: no child is forked meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.guard = threading.RLock()
+        self._descriptors: set[int] = set()
+        os.register_at_fork(
+            before=self.guard.acquire, after_in_parent=self.guard.release, after_in_child=self._close_in_child
+        )
+
+    def add(self, descriptor: int) -> None:
+        self._descriptors.add(descriptor)
+
+    def discard(self, descriptor: int) -> None:
+        self._descriptors.discard(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        """Close a descriptor, unless this is a forked child, where it is closed already."""
+        if descriptor in self._descriptors:
+            self._descriptors.discard(descriptor)
+            os.close(descriptor)
+
+    def _close_in_child(self) -> None:
+        for descriptor in self._descriptors:
+            with suppress(OSError):
+                os.close(descriptor)
+        self._descriptors.clear()
+        self.guard.release()
+
 
 FORMAT = 1
 RUN, ALIVE, SLOTS = "run.json", "alive", "slots"
@@ -311,3 +407,27 @@ def _remove_if_deserted(folder: Path) -> bool:
         if alone:
             shutil.rmtree(folder, ignore_errors=True)
     return alone
+
+
+STEP = "step"
+
+
+def write_step(place: MemoryPlace, step: int) -> None:
+    """Record the step that training has reached."""
+    descriptor = open_regular(place.path / STEP, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        if has_one_name(descriptor):
+            os.pwrite(descriptor, b"%020d" % step, 0)
+    finally:
+        os.close(descriptor)
+
+
+def read_step(place: MemoryPlace) -> int | None:
+    """The step that the run before had reached; None if it has recorded none."""
+    with suppress(OSError, ValueError):
+        descriptor = open_regular(place.path / STEP, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            return int(os.read(descriptor, 20))
+        finally:
+            os.close(descriptor)
+    return None

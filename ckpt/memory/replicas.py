@@ -1,22 +1,247 @@
-"""Copies of snapshots on the next host, with which the loss of a machine is cured from memory too."""
+"""Copies of snapshots on the next host, with which the loss of a machine is cured from memory too.
+
+What hosts hold of each other's snapshots and what must be sent where is planned on the main rank. It is sent through a
+process group of its own, with the gloo backend and one rank of each host: nothing waits behind the training's
+collectives, and none of those is disturbed.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
-from dataclasses import dataclass
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
 
-from ckpt.errors import CkptError, RanksError
-from ckpt.memory.host_link import HostLink, LinkError, remove_files
+import torch
+import torch.distributed as dist
+
+from ckpt.errors import CkptError, RanksError, StorageError
+from ckpt.formats.layout import Members
+from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.memory.meeting import Meeting
 from ckpt.memory.place import MemoryPlace
-from ckpt.memory.replica_plan import SLOT, Held, Transfer, plan_transfers
-from ckpt.memory.slot_storage import REPLICA, is_in_memfds, replica_storage, slot_storage
+from ckpt.memory.slot_storage import REPLICA, remove_files, replica_storage, slot_storage
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import Hosts
 from ckpt.root import catalog
+from ckpt.root.catalog import find
+from ckpt.root.file_names import rank_of
 from ckpt.storage import Storage
-from ckpt.util.threads import WorkerThread
+from ckpt.util.option_values import parse_size
+from ckpt.util.threads import ThreadCall
+
+SLOT = "slots"  # where a host has it: among its own snapshots, or among those of another (`REPLICA`)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A committed snapshot in the memory of a host, whose first rank is `owner`, and the files of it that are there.
+
+    `ranks`: for each file of the snapshot, on whatever host, the rank that needs it; None for one that all need.
+    """
+
+    owner: int
+    place: str
+    id: str
+    name: str
+    sequence: int
+    world_size: int
+    files: Sequence[str]
+    ranks: Mapping[str, int | None]
+
+    @classmethod
+    def list(cls, owner: int, place: str, storage: Storage) -> list[Held]:
+        """Everything that is committed there. What cannot be read is as good as absent."""
+        try:
+            found = [checkpoint.manifest for checkpoint in catalog.scan(storage)]
+            return [cls.of(owner, place, storage, manifest) for manifest in found if manifest is not None]
+        except CkptError:
+            return []
+
+    @classmethod
+    def of(cls, owner: int, place: str, storage: Storage, manifest: Manifest) -> Held:
+        ranks = {file.path: rank_of(file.name) for file in manifest.files}
+        files = files_in(storage, manifest)
+        return cls(owner, place, manifest.id, manifest.name, manifest.sequence, manifest.world_size, files, ranks)
+
+    def has_all_for(self, ranks: Sequence[int], world_size: int) -> bool:
+        """Whether nothing is missing that these ranks need. Another number of ranks may need every file."""
+        every = world_size != self.world_size
+        needed = {path for path, rank in self.ranks.items() if every or rank is None or rank in ranks}
+        return needed <= set(self.files)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A snapshot that the first rank of one host sends to that of another."""
+
+    sender: int
+    place: str
+    name: str
+    receiver: int
+
+
+def files_in(storage: Storage, manifest: Manifest) -> list[str]:
+    """The paths of a snapshot's files that are in a storage, with the size that they must have."""
+    there = {entry.key: entry.size for entry in storage.list(manifest.name)}
+    return [file.path for file in manifest.files if there.get(f"{manifest.name}/{file.path}") == file.size]
+
+
+def plan_transfers(held: Sequence[Held], ranks_of: Mapping[int, Sequence[int]], world_size: int) -> list[Transfer]:
+    """What must be sent so that all hosts have the newest snapshot that they can have together.
+
+    `ranks_of`: the ranks of each host, by its first. Empty where nothing is missing, or too much.
+    """
+    for newest in dict.fromkeys(found.id for found in sorted(held, key=lambda found: -found.sequence)):
+        plan = _plan([found for found in held if found.id == newest], ranks_of, world_size)
+        if plan is not None:
+            return plan
+    return []
+
+
+def _plan(held: Sequence[Held], ranks_of: Mapping[int, Sequence[int]], world_size: int) -> list[Transfer] | None:
+    """The transfers of one snapshot; None if a host cannot have its part."""
+    transfers = []
+    for owner, ranks in ranks_of.items():
+        fitting = [found for found in held if found.has_all_for(ranks, world_size)]
+        if any((found.owner, found.place) == (owner, SLOT) for found in fitting):
+            continue
+        if not fitting:
+            return None
+        source = fitting[0]
+        transfers.append(Transfer(source.owner, source.place, source.name, owner))
+    return transfers
+
+
+BANDWIDTH_VARIABLE = "CKPT_MEMORY_BANDWIDTH"
+_BANDWIDTH = 1e9  # bytes per second
+_BLOCK = 8 << 20
+_PATIENCE = timedelta(seconds=30)  # with a host that sends or takes nothing
+_MOST_HEADER = 64 << 20  # bytes
+_DATA, _DONE = 1, 2  # tags: two hosts may send to each other at the same time, and confirm
+
+
+class LinkError(StorageError):
+    """The other host is gone, or this run ends."""
+
+
+@dataclass
+class Pace:
+    """Keeps transfers below a number of bytes per second."""
+
+    bandwidth: float
+    _free_at: float = 0.0  # when what was sent so far is paid for
+
+    def wait(self, size: int) -> None:
+        now = time.monotonic()
+        self._free_at = max(self._free_at, now) + size / self.bandwidth
+        time.sleep(max(0.0, self._free_at - now - 0.01))  # a short sleep would be too long
+
+
+@dataclass
+class HostLink:
+    """A connection between the first ranks of all hosts."""
+
+    group: Any
+    members: Members = None  # the numbers in the job of the ranks that are connected here, if they are not all
+    bandwidth: float = field(default_factory=lambda: bandwidth())
+    closing: bool = False
+    _block: torch.Tensor = field(default_factory=lambda: torch.empty(_BLOCK, dtype=torch.uint8), repr=False)
+
+    @classmethod
+    def connect(cls, owners: Sequence[int], ranks: Ranks) -> HostLink | None:
+        """Every rank makes this call. Returns None on those that are not first on their host."""
+        some = ranks.members is not None  # then no other rank of the job takes part
+        numbers = [ranks.members[owner] for owner in owners] if ranks.members is not None else [*owners]
+        try:
+            group = dist.new_group(numbers, _PATIENCE, "gloo", use_local_synchronization=some)
+        except (RuntimeError, ValueError) as error:
+            raise LinkError(f"the hosts cannot be connected: {error}") from error
+        return cls(group, ranks.members) if ranks.rank in owners else None
+
+    def send(self, storage: Storage, name: str, receiver: int) -> None:
+        """Send a snapshot: its files that are here, and the manifest last. Returns when the other host has committed
+        it."""
+        manifest = Manifest.from_bytes(storage.read(f"{name}/{FILE_NAME}"), name)
+        keys = [f"{name}/{path}" for path in (*files_in(storage, manifest), FILE_NAME)]
+        sizes = {entry.key: entry.size for entry in storage.list(name)}
+        header = {"name": name, "id": manifest.id, "files": [(key, sizes[key]) for key in keys]}
+        self._send_header(header, receiver)
+        pace, block = Pace(self.bandwidth), torch.empty(_BLOCK, dtype=torch.uint8)
+        for key in keys:
+            for start in range(0, sizes[key], _BLOCK):
+                part = block[: min(_BLOCK, sizes[key] - start)]
+                storage.read_into(key, start, part.numpy().data)
+                self._send(part, receiver)
+                pace.wait(len(part))
+        self._receive(torch.empty(1, dtype=torch.uint8), receiver, _DONE)
+
+    def receive(self, storage: Storage, sender: int) -> str:
+        """Take a snapshot, and commit it: its manifest comes last. Returns its name.
+
+        Another part of the same snapshot is kept, for it may be what a third host needs; another of that name is not.
+        """
+        header = self._receive_header(sender)
+        there = find(storage, header["name"]).manifest
+        if there is None or there.id != header["id"]:
+            remove_files(storage, header["name"])
+        for key, size in header["files"]:
+            storage.write(key, self._pieces(size, sender))
+        self._send(torch.ones(1, dtype=torch.uint8), sender, _DONE)
+        return str(header["name"])
+
+    def _pieces(self, size: int, sender: int) -> Iterator[memoryview]:
+        for start in range(0, size, _BLOCK):
+            part = self._block[: min(_BLOCK, size - start)]
+            self._receive(part, sender)
+            yield part.numpy().data
+
+    def _send_header(self, header: dict[str, Any], receiver: int) -> None:
+        data = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
+        self._send(torch.tensor([len(data)]), receiver)
+        self._send(data, receiver)
+
+    def _receive_header(self, sender: int) -> dict[str, Any]:
+        length = torch.zeros(1, dtype=torch.int64)
+        self._receive(length, sender)
+        if not 0 < int(length) <= _MOST_HEADER:
+            raise LinkError(f"rank {sender} sends something else than a snapshot.")
+        data = torch.empty(int(length), dtype=torch.uint8)
+        self._receive(data, sender)
+        header: dict[str, Any] = json.loads(data.numpy().tobytes())
+        return header
+
+    def _send(self, data: torch.Tensor, receiver: int, tag: int = _DATA) -> None:
+        self._wait(lambda: dist.isend(data, self._in_job(receiver), self.group, tag), receiver)
+
+    def _receive(self, data: torch.Tensor, sender: int, tag: int = _DATA) -> None:
+        self._wait(lambda: dist.irecv(data, self._in_job(sender), self.group, tag), sender)
+
+    def _in_job(self, rank: int) -> int:
+        return rank if self.members is None else self.members[rank]
+
+    def _wait(self, begin: Callable[[], Any], other: int) -> None:
+        if self.closing:
+            raise LinkError("this run ends.")
+        try:
+            begin().wait()
+        except RuntimeError as error:
+            raise LinkError(f"the host of rank {other} does not answer: {error}") from error
+
+
+def bandwidth() -> float:
+    """Bytes per second that copies may take of the network: `CKPT_MEMORY_BANDWIDTH`, as '500MB', or 1 GB."""
+    given = os.environ.get(BANDWIDTH_VARIABLE)
+    return float((parse_size(given) if given else None) or _BANDWIDTH)
+
 
 _log = logging.getLogger("ckpt")
 _CALL = "StateManager(..., memory=...)"
@@ -58,20 +283,17 @@ class Replicas:
             return
         at = self._owners.index(self.ranks.rank)
         following, previous = self._owners[(at + 1) % len(self._owners)], self._owners[at - 1]
-        sending = WorkerThread("ckpt-replica")
+        sending = ThreadCall(lambda: link.send(slot_storage(place), name, following), "ckpt-replica")
         try:
-            sending.start(lambda: link.send(slot_storage(place), name, following))
             self._take(link, place, previous)
-            sending.wait()
+            sending.result()
         except (CkptError, OSError) as error:
             self._turn_off(str(error))
             link.closing = True
         finally:
-            sending.close()
+            sending.has_failed()  # waits
 
     def _take(self, link: HostLink, place: MemoryPlace, previous: int) -> None:
-        if is_in_memfds(place):
-            raise LinkError(f"{place.path.parent} is too small for the snapshots of another host.")
         storage = replica_storage(place)
         _keep_newest(storage)
         link.receive(storage, previous)

@@ -17,9 +17,8 @@ from typing import Any
 
 from ckpt.errors import CkptError, ConfigError, DamagedError, StorageError, VersionError
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
-from ckpt.memory.facts import digest_of
 from ckpt.memory.keeper import DONE, REFUSED
-from ckpt.memory.place import MemoryPlace
+from ckpt.memory.place import MemoryPlace, digest_of
 from ckpt.memory.root_token import identity_of, read_token
 from ckpt.memory.slot_storage import slot_storage
 from ckpt.root import deletion
@@ -29,8 +28,7 @@ from ckpt.root.lock import lock_root
 from ckpt.root.verified_file import VerifiedFile
 from ckpt.root.verify import reading, size_problems, without_other_hosts
 from ckpt.storage import Grouping, LocalStorage, MemoryStorage, Staging, Storage, open_storage
-from ckpt.util.clock import utc_now
-from ckpt.util.console import format_size, one_line
+from ckpt.util.console import format_size, one_line, utc_now
 
 AFTER_VARIABLE = "CKPT_MEMORY_RESCUE_AFTER"
 AFTER = 60.0  # seconds without anybody: a restart comes first

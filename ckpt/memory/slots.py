@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from ckpt.errors import FullError, LockedError
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
-from ckpt.memory.host_link import remove_files
+from ckpt.memory.slot_storage import remove_files
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import SingleProcess
 from ckpt.root import catalog, deletion

@@ -7,27 +7,55 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from ckpt.errors import CkptError, FullError, RanksError
+from ckpt.errors import CkptError, FullError, RanksError, StorageError
 from ckpt.memory.meeting import Meeting
-from ckpt.memory.notices import report_off_until, warn_left_out, warn_of_unsaved
-from ckpt.memory.places import Places
+from ckpt.memory.place import read_step, write_step
 from ckpt.memory.replicas import Replicas
+from ckpt.memory.room import GIVE_WAY, SAVE, SKIP, TrainingPeak, Verdict, View, save_unless, verdict_of
 from ckpt.memory.root_token import remove_token
-from ckpt.memory.slot_storage import ANSWER, slot_storage
+from ckpt.memory.slot_storage import slot_storage
 from ckpt.memory.slots import SlotSaver, SlotWriter
 from ckpt.memory.statistics import Statistics
-from ckpt.memory.step_file import read_step, write_step
-from ckpt.memory.training_peak import TrainingPeak
-from ckpt.memory.verdict import GIVE_WAY, SAVE, SKIP, Verdict, View, save_unless, verdict_of
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import Hosts
+from ckpt.root.catalog import manifests_of_run
 from ckpt.save.capture import ComparisonHistory
+from ckpt.save.root_writer import RootWriter
 from ckpt.save.saver import Saver
 from ckpt.save.transaction import SaveRequest
 from ckpt.storage import Storage
 
 _log = logging.getLogger("ckpt")
+
+
+def warn_of_unsaved(root: RootWriter, taken_at: int) -> None:
+    """Warn if no checkpoint of the run is as new as the snapshot of this step. What cannot be listed is not judged."""
+    with suppress(StorageError):
+        found = manifests_of_run(root.storage, root.run)
+        steps = [int(manifest.progress.get("step", 0)) for manifest in found]
+        if max(steps, default=0) < taken_at:
+            there = f"step {max(steps):,}" if steps else "none"
+            _log.warning(
+                "the run ends with step %s in memory alone, which is removed: the newest checkpoint in %s is %s. Call "
+                "save_state() at the end of the training.", f"{taken_at:,}", root.storage.url, there,
+            )  # fmt: skip
+
+
+def warn_left_out(every: int) -> None:
+    """Once: the snapshot before is still being written, or copied to the next host."""
+    _log.warning(
+        "a snapshot in memory is left out, as the one before is still being written: Memory(every=%d) is more often "
+        "than this machine can. Further ones are counted.", every,
+    )  # fmt: skip
+
+
+def report_off_until(step: int, why: str, *, again: bool) -> None:
+    """The tier gives way to the training. A warning the first time."""
+    text = "the memory tier is off until step %d: %s. Training and the root are not affected."
+    _log.log(logging.INFO if again else logging.WARNING, text, step, why.rstrip("."))
+
+
 _PAUSE = 10  # intervals between snapshots until a tier that gave way is tried again; doubled every time
 _LONGEST_PAUSE = 1000
 _PATIENCE = 2.0  # seconds that the end of a failed run waits for the snapshot under way
@@ -37,7 +65,7 @@ _PATIENCE = 2.0  # seconds that the end of a failed run waits for the snapshot u
 class MemoryTier:
     """Takes a snapshot of the state into memory every `every` steps, and finds those that a killed run has left.
 
-    `saver`: that of the root, whose writer numbers both and whose snapshot memory both use. `places`: finds and
+    `saver`: that of the root, whose writer numbers both and whose snapshot memory both use. `meeting`: finds and
     makes the folder of this host. `replicas`: the copies that hosts keep of each other's snapshots. Whatever goes wrong
     here is one line in the log, and never an error of the training, except that a rank is gone.
     """
@@ -45,7 +73,7 @@ class MemoryTier:
     every: int
     ranks: Ranks
     saver: Saver
-    places: Places
+    meeting: Meeting
     replicas: Replicas
     statistics: Statistics = field(default_factory=Statistics)
     compared: ComparisonHistory = field(default_factory=ComparisonHistory)
@@ -65,9 +93,6 @@ class MemoryTier:
     _peak: TrainingPeak = field(default_factory=TrainingPeak)
     is_off: bool = False
 
-    def __post_init__(self) -> None:
-        self.meeting = Meeting(self.ranks, self.saver.root.storage, self.places)
-
     @property
     def hosts(self) -> Hosts:
         """Which ranks share a host's memory."""
@@ -84,7 +109,6 @@ class MemoryTier:
         if not self._meet():
             return None
         self._has_received |= self.replicas.restore(self.meeting)
-        self.meeting.count_taken()
         place = self.meeting.place
         if place is not None and self.ranks.rank == MAIN:
             self.crashed_at = read_step(place)
@@ -238,7 +262,7 @@ class MemoryTier:
     def _settle_in(self, verdict: Verdict) -> Verdict:
         """Make the folders that are missing, on all hosts."""
         try:
-            why = self.meeting.make(verdict["memfd"])
+            why = self.meeting.make(verdict["small"])
         except RanksError:
             raise
         except (CkptError, OSError) as error:
@@ -267,20 +291,15 @@ class MemoryTier:
         if self._slots is None:
             main, place = self.saver.root, self.meeting.place
             assert place is not None
-            storage = slot_storage(place, ANSWER)
+            storage = slot_storage(place)
             writer = SlotWriter(
                 storage, self.ranks, hosts=self.hosts, numbering=main.numbering, has_resumed=True, main=main
             )
             writer.damaged, writer.seal = self._damaged, main.seal
             self._slots = SlotSaver(writer, self.saver.snapshots, read_back=False, channel="memory")
             self._slots.compared = self.compared
-            self._slots.after_commit = self._after_commit
+            self._slots.after_commit = lambda name: self.replicas.exchange(name, self.meeting.place)
         return self._slots
-
-    def _after_commit(self, name: str) -> None:
-        """On first ranks and not on the training's thread: whatever asks the keeper is done here."""
-        self.replicas.exchange(name, self.meeting.place)
-        self.meeting.count_taken()
 
     def _close_slots(self) -> None:
         self.wait()

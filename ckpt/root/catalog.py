@@ -27,8 +27,7 @@ from ckpt.storage import Entry, HubStorage, Storage, open_storage
 from ckpt.storage.base import ROOT_LOCK, read_document
 from ckpt.storage.fsspec_stores import ReadOnlyStorage
 from ckpt.util.checked_json import Rule, broken_rules, is_count, is_finite, is_mapping, is_moment, is_text, parse_json
-from ckpt.util.console import format_age, format_number, format_size
-from ckpt.util.html import html_table
+from ckpt.util.console import format_age, format_number, format_size, html_table
 from ckpt.util.option_values import path_text, settings
 from ckpt.util.threads import in_parallel
 

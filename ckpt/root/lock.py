@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from ckpt.errors import LockedError
 from ckpt.root.catalog import LOCK
 from ckpt.storage import Storage
-from ckpt.util.clock import utc_now
+from ckpt.util.console import utc_now
 
 _PATIENCE = 60.0  # seconds that a run waits for `ckpt prune`, or for a rescue that gives way to it
 _PAUSE = 0.05

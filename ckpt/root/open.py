@@ -22,7 +22,7 @@ from ckpt.errors import (
 )
 from ckpt.formats.native.manifest import FILE_NAME, STATE, Manifest
 from ckpt.root.folder import open_url
-from ckpt.root.mirror_wait import MirrorPatience
+from ckpt.root.mirror import MirrorPatience
 from ckpt.storage import LocalStorage, Staging, Storage, open_storage, place_of
 from ckpt.storage.base import read_document
 from ckpt.util.filesystem import why_not_creatable

@@ -1,6 +1,8 @@
-"""Verifies checkpoints against their manifests: file sizes, and every byte against its hash.
+"""Verifies checkpoints against their manifests, says what condition they are in, and repairs them from intact copies.
 
-Works on a root that a run is writing to. Imports no torch: the command `ckpt verify` starts without it.
+A file may be intact in the root, in another home of the same checkpoint, such as the mirror, or in another checkpoint
+that has the same bytes. Every byte is compared with the manifest's hashes before it is taken, and again while it is
+written. Works on a root that a run is writing to. Imports no torch: `ckpt verify` and `ckpt ls` start without it.
 """
 
 from __future__ import annotations
@@ -8,9 +10,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt.errors import (
@@ -25,14 +27,13 @@ from ckpt.errors import (
 from ckpt.formats.native.header import SUFFIX, Header
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Host, Manifest
 from ckpt.root import catalog
+from ckpt.root.catalog import Checkpoint, Overview
 from ckpt.root.file_names import rank_of
-from ckpt.root.keys import KeySource
-from ckpt.root.manifest_files import copy_problems
-from ckpt.root.save_marker import read_marker
-from ckpt.root.trust import BELIEVES_ALL, Trust, open_trust
-from ckpt.root.verified_file import WINDOW, VerifiedFile
-from ckpt.storage import Storage
-from ckpt.util.console import format_size, progress_bar
+from ckpt.root.manifest_files import COPY_IS_USED, copy_problems, manifest_bytes, mend, read_marker
+from ckpt.root.signing import BELIEVES_ALL, KeySource, Trust, open_trust
+from ckpt.root.verified_file import WINDOW, StoredFile, VerifiedFile
+from ckpt.storage import Staging, Storage
+from ckpt.util.console import format_size, one_line, progress_bar
 from ckpt.util.threads import CORES_OF_RANK, in_parallel
 
 INTACT = "intact"
@@ -274,3 +275,220 @@ def _host_of(file: FileRecord, manifest: Manifest) -> Host | None:
     """The host that keeps a file in a separate root; None if every host has it."""
     rank = rank_of(file.name)
     return next((host for host in manifest.hosts if rank in host.ranks), None)
+
+
+UNCOMMITTED = "uncommitted"
+COMPLETE = "complete"  # all files are there, by size: no byte of them was read
+
+
+@dataclass(frozen=True)
+class Condition:
+    """`intact` where every byte was read, `complete` where sizes were compared, `DAMAGED`, `UNREADABLE` or
+    `uncommitted`; what is wrong; and the files that other hosts keep, with their hosts."""
+
+    state: str
+    problems: tuple[str, ...] = ()
+    other_hosts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing is wrong, as far as it was read."""
+        return self.state in (COMPLETE, INTACT)
+
+
+def condition(found: Overview, checkpoint: Checkpoint, *, verify: bool = False) -> Condition:
+    """What the listing says, if it has just the files of the checkpoint; else what the manifest says.
+
+    With `verify` every byte is read.
+    """
+    storage, summary = found.storage, checkpoint.summary
+    if summary is None:
+        state = DAMAGED if checkpoint.was_committed else UNCOMMITTED
+        return Condition(state, (one_line(str(checkpoint.problem)),))
+    if checkpoint.flaw and not verify:
+        return Condition(DAMAGED, (f"{one_line(checkpoint.flaw)} {COPY_IS_USED}",))
+    if not verify and summary.has_all_of(found.sizes(summary.name)):
+        return Condition(COMPLETE)
+    find_problems = _every_byte if verify else size_problems
+    try:
+        manifest = catalog.read_manifest(storage, summary.name)
+        others = files_on_other_hosts(storage, manifest)
+        wrong = find_problems(storage, without_other_hosts(storage, manifest))
+    except (StorageError, CheckpointError) as error:
+        gone = isinstance(error, CheckpointError) or shows_damage(error)
+        return Condition(DAMAGED if gone else UNREADABLE, (one_line(str(error)),))
+    return Condition(DAMAGED if wrong else INTACT if verify else COMPLETE, tuple(wrong), others)
+
+
+def _every_byte(storage: Storage, manifest: Manifest) -> list[str]:
+    return copy_problems(storage, manifest.name) + problems(storage, manifest, show=True)
+
+
+@dataclass(frozen=True)
+class FoundAt:
+    """Where a file is whole: the number of the home, and the key there."""
+
+    home: int
+    key: str
+
+
+@dataclass(frozen=True)
+class WholeFiles:
+    """A checkpoint, the home whose manifest of it is whole, and where each file is, by path. `lost` are nowhere."""
+
+    manifest: Manifest
+    manifest_home: int
+    places: dict[str, FoundAt] = field(default_factory=dict)
+    lost: tuple[str, ...] = ()
+
+    @property
+    def elsewhere(self) -> dict[str, FoundAt]:
+        """The files that the first home has not, or not whole."""
+        name = self.manifest.name
+        return {path: place for path, place in self.places.items() if place != FoundAt(0, f"{name}/{path}")}
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """What a repair has done: the files it has written, each with where it was whole, and those whole nowhere."""
+
+    name: str
+    written: dict[str, str]
+    lost: tuple[str, ...] = ()
+
+
+def find_whole_files(
+    homes: Sequence[Storage], name: str, trust: Trust = BELIEVES_ALL, *, links: bool = True, show: bool = False
+) -> WholeFiles:
+    """Read every byte of a checkpoint in the first home, and what is damaged there in the others.
+
+    `links`: whether files that are whole in no home of this checkpoint are looked for in other checkpoints. A home that
+    cannot be read is an error: what is said to be lost must be.
+    """
+    manifest, home = _whole_manifest(homes, name, trust)
+    wanted = without_other_hosts(homes[0], manifest).files if home == 0 else manifest.files
+    search = _Search(homes, manifest)
+    with progress_bar(f"looking for whole files of {name}", manifest.size, in_bytes=True, show=show) as advance:
+        places = {file.path: place for file in wanted if (place := search.in_homes(file, advance))}
+        if links:
+            missing = [file for file in wanted if file.path not in places]
+            places |= {file.path: place for file in missing if (place := search.in_links(file))}
+    return WholeFiles(manifest, home, places, tuple(file.path for file in wanted if file.path not in places))
+
+
+def repair(storage: Storage, name: str, others: Sequence[Storage] = (), trust: Trust = BELIEVES_ALL) -> Repaired:
+    """Write back the damaged files of a checkpoint, and its manifest, from where they are whole.
+
+    A run may use the root meanwhile: a file is replaced at once by the bytes that its manifest names, or not at all.
+    Nothing is written where a file is whole nowhere: the checkpoint would remain damaged.
+    """
+    homes = (storage, *others)
+    with ExitStack() as held:
+        lock_patiently(storage, name, held)
+        for other in others:
+            with suppress(AbsentError):
+                lock_patiently(other, name, held)
+        whole = find_whole_files(homes, name, trust, show=True)
+        if whole.lost:
+            return Repaired(name, {}, whole.lost)
+        written = _write_back(homes, whole) | mend(storage, name, proven=True)
+    if isinstance(storage, Staging) and written:
+        storage.settle()
+    return Repaired(name, written)
+
+
+def _write_back(homes: Sequence[Storage], whole: WholeFiles) -> dict[str, str]:
+    storage, name = homes[0], whole.manifest.name
+    records = {file.path: file for file in whole.manifest.files}
+    written, staged = {}, dict[str, str]()
+    for path, place in whole.elsewhere.items():
+        source, key = homes[place.home], f"{name}/{path}"
+        if isinstance(storage, Staging):
+            staged[key] = storage.stage(key, _pieces(source, place.key, records[path]))
+        elif place.home == 0:
+            storage.link(place.key, key)
+        else:
+            storage.write(key, _pieces(source, place.key, records[path]))
+        written[path] = f"{source.url}/{place.key}"
+    if whole.manifest_home:
+        key, source = f"{name}/{FILE_NAME}", homes[whole.manifest_home]
+        data = [manifest_bytes(source, name)]
+        if isinstance(storage, Staging):
+            staged[key] = storage.stage(key, data)
+        else:
+            storage.write(key, data)
+        written[FILE_NAME] = f"{source.url}/{key}"
+    if isinstance(storage, Staging) and staged:
+        storage.publish(staged)
+    return written
+
+
+def _pieces(source: Storage, key: str, record: FileRecord) -> Iterator[memoryview]:
+    return _file(source, key, record).pieces()
+
+
+def _file(storage: Storage, key: str, record: FileRecord) -> VerifiedFile:
+    return VerifiedFile(StoredFile(storage, key), record, sha256=bool(record.sha256))
+
+
+def _whole_manifest(homes: Sequence[Storage], name: str, trust: Trust) -> tuple[Manifest, int]:
+    """The first home's manifest, or that of another home where it is missing or damaged."""
+    problem: Exception | None = None
+    for number, storage in enumerate(homes):
+        try:
+            return trust.checked(catalog.read_manifest(storage, name)), number
+        except StorageError as error:
+            if not shows_damage(error):
+                raise
+            problem = problem or error
+        except CheckpointError as error:
+            problem = problem or error
+    raise DamagedError(f"{name} has no whole manifest in {' or '.join(home.url for home in homes)}: {problem}")
+
+
+class _Search:
+    def __init__(self, homes: Sequence[Storage], manifest: Manifest) -> None:
+        self._homes = homes
+        self._manifest = manifest
+        name = manifest.name
+        self._sizes = [{entry.key: entry.size for entry in home.list(name)} for home in homes]
+        self._linked: dict[tuple[int, tuple[str, ...]], list[FoundAt]] | None = None
+
+    def in_homes(self, file: FileRecord, advance: Callable[[float], None]) -> FoundAt | None:
+        """The first home in which this checkpoint's file is whole."""
+        key = f"{self._manifest.name}/{file.path}"
+        for home, sizes in enumerate(self._sizes):
+            if sizes.get(key) == file.size and self._is_whole(FoundAt(home, key), file, advance):
+                return FoundAt(home, key)
+        return None
+
+    def in_links(self, file: FileRecord) -> FoundAt | None:
+        """A file of another checkpoint, in any home, that has these bytes."""
+        if self._linked is None:
+            self._linked = self._files_by_content()
+        places = self._linked.get((file.size, file.blocks), [])
+        return next((place for place in places if self._is_whole(place, file, lambda _: None)), None)
+
+    def _is_whole(self, place: FoundAt, file: FileRecord, advance: Callable[[float], None]) -> bool:
+        found = _file(self._homes[place.home], place.key, file)
+        try:
+            wrong = altered_blocks([(found, index) for index in range(len(file.blocks))], advance)
+            return not (wrong or header_problems([found]))
+        except DamagedError:
+            return False
+        except StorageError as error:
+            if not shows_damage(error):
+                raise
+            return False
+
+    def _files_by_content(self) -> dict[tuple[int, tuple[str, ...]], list[FoundAt]]:
+        found: dict[tuple[int, tuple[str, ...]], list[FoundAt]] = {}
+        own = self._manifest.name
+        for home, storage in enumerate(self._homes):
+            manifests = (checkpoint.manifest for checkpoint in catalog.scan(storage))
+            for manifest in (each for each in manifests if each is not None):
+                for file in manifest.files:
+                    if manifest.name != own and file.size:
+                        place = FoundAt(home, f"{manifest.name}/{file.path}")
+                        found.setdefault((file.size, file.blocks), []).append(place)
+        return found

@@ -29,9 +29,9 @@ from ckpt.save.root_writer import RootWriter
 from ckpt.storage.base import PageCached
 from ckpt.util.console import format_size
 from ckpt.util.filesystem import count_names, is_on_network
-from ckpt.util.fork_safety import OwnerProcess
 from ckpt.util.memory_limit import spare
-from ckpt.util.thread_priority import normal_io_priority, work_in_background
+from ckpt.util.process_identity import OwnerProcess
+from ckpt.util.threads import normal_io_priority, work_in_background
 
 _log = logging.getLogger("ckpt")
 

@@ -26,13 +26,12 @@ from ckpt.root.folder import ROOT_ITSELF, is_foreign
 from ckpt.root.mirror import MirrorWorker
 from ckpt.root.open import parent_instead
 from ckpt.root.retention import Keep
-from ckpt.root.trust import Seal
+from ckpt.root.signing import Seal
 from ckpt.save.held_root import EarlyLock, HeldRoot, adopt, files_of, remove_checkpoint
 from ckpt.shown import shown
 from ckpt.storage import Staging, Storage
 from ckpt.storage.base import LostError
-from ckpt.util.clock import utc_now
-from ckpt.util.console import format_size
+from ckpt.util.console import format_size, utc_now
 from ckpt.version import __version__
 
 # The environment that manifests record: versions, and the accelerator or processor.

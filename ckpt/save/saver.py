@@ -15,8 +15,8 @@ from ckpt.errors import NotDurableError
 from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
 from ckpt.ranks.group import MAIN
 from ckpt.root.catalog import Overview
+from ckpt.root.commit import SaveReport, SaveReports
 from ckpt.root.lock import lock_root
-from ckpt.root.save_reports import SaveReport, SaveReports
 from ckpt.save.capture import ComparisonHistory
 from ckpt.save.held_root import EarlyLock
 from ckpt.save.read_back import CommittedFiles, ReadBack
@@ -24,8 +24,8 @@ from ckpt.save.root_writer import RootWriter
 from ckpt.save.snapshot.snapshots import Snapshot, Snapshots
 from ckpt.save.transaction import SaveRequest, SaveTransaction
 from ckpt.storage import Staging
-from ckpt.util.fork_safety import OwnerProcess
 from ckpt.util.gc_pause import gc_paused
+from ckpt.util.process_identity import OwnerProcess
 from ckpt.util.threads import SerialWorker
 
 # Saves in the background: one is being written, and at most one waits for its turn.

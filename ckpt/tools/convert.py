@@ -48,8 +48,7 @@ from ckpt.ranks.group import SingleProcess
 from ckpt.root import deletion
 from ckpt.root.catalog import check_name, find
 from ckpt.root.file_names import whole_file
-from ckpt.root.keys import KeySource, find_signing_key
-from ckpt.root.trust import Seal
+from ckpt.root.signing import KeySource, Seal, find_signing_key
 from ckpt.save.root_writer import RootWriter
 from ckpt.shown import Lines
 from ckpt.storage import disk_path, open_storage

@@ -17,8 +17,8 @@ from ckpt.root import verify as verifying
 from ckpt.root.catalog import Overview, Summary
 from ckpt.root.history import History
 from ckpt.root.lock import lock_root
+from ckpt.root.manifest_files import SaveMarker, marked_names, read_marker
 from ckpt.root.retention import Keep
-from ckpt.root.save_marker import SaveMarker, marked_names, read_marker
 from ckpt.root.verify import size_problems, without_other_hosts
 from ckpt.storage import Entry, Staging, Storage, Unfinished, open_storage
 from ckpt.util.console import format_duration

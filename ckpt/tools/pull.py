@@ -19,13 +19,11 @@ from ckpt.errors import CheckpointError, ConfigError, DamagedError, LockedError,
 from ckpt.export.folders import atomic_folder
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, STATE, Manifest
 from ckpt.root import catalog, deletion
-from ckpt.root.copy import Copies
 from ckpt.root.folder import Folder, open_url
-from ckpt.root.keys import KeySource
 from ckpt.root.lock import lock_root
-from ckpt.root.manifest_files import manifest_bytes
-from ckpt.root.save_marker import read_marker
-from ckpt.root.trust import BELIEVES_ALL, Trust, open_trust
+from ckpt.root.manifest_files import manifest_bytes, read_marker
+from ckpt.root.mirror import Copies
+from ckpt.root.signing import BELIEVES_ALL, KeySource, Trust, open_trust
 from ckpt.root.verified_file import WINDOW, VerifiedFile
 from ckpt.root.verify import reading, verify_checkpoint
 from ckpt.storage import HubStorage, LocalStorage, Staging, Storage, disk_path, open_storage

@@ -1,10 +1,13 @@
-"""Identity of a process on this machine that is not mistaken for another's when its number is reused."""
+"""Which process is meant: not another that has its number later, and not a forked child, which inherits its objects."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from ckpt.errors import ConfigError
 
 Identity = list[str | int | None]  # as in JSON: boot id, inode of the PID namespace, process id, start time
 
@@ -19,8 +22,12 @@ def is_identity(value: Any) -> bool:
 
 def process_identity(process: int) -> Identity:
     """Identity of a process in this PID namespace, unique across reboots and reuse of process ids."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return [boot, os.stat("/proc/self/ns/pid").st_ino, process, start_time(process)]
+    return [boot_id(), os.stat("/proc/self/ns/pid").st_ino, process, start_time(process)]
+
+
+def boot_id() -> str:
+    """The identity of this boot of the machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def start_time(process: int) -> str | None:
@@ -30,3 +37,35 @@ def start_time(process: int) -> str | None:
     except OSError:
         return None
     return None if fields[0] in "ZX" else fields[19]
+
+
+@dataclass(frozen=True)
+class OwnerProcess:
+    """The process that created an object."""
+
+    process: int = field(default_factory=os.getpid)
+
+    @property
+    def is_here(self) -> bool:
+        """True in that process, False in a forked child of it."""
+        return os.getpid() == self.process
+
+    def require(self, call: str) -> None:
+        """Raise in a forked child: the call would wait for threads that it does not have, or write without lock."""
+        if not self.is_here:
+            raise ConfigError(
+                f"{call}: this StateManager belongs to process {self.process}, and this is process {os.getpid()}, a "
+                "fork of it. Nothing was done. Build a StateManager in the child, with a root of its own."
+            )
+
+
+class NotCopyableError(ConfigError, TypeError):
+    """Raised by `copy` and `pickle`; whoever tries to copy what can be copied expects a TypeError."""
+
+
+def refuse_copy(self: object) -> NoReturn:
+    """The `__reduce__` of what holds locks, threads and live objects."""
+    raise NotCopyableError(
+        f"a {type(self).__name__} can be neither copied nor pickled: it holds its root. Keep it out of what is copied "
+        "or sent to other processes, and build one where it is needed."
+    )

@@ -16,7 +16,7 @@ Every block of a file has a hash, so that a ranged read can verify what it read,
 xxh3-128 finds damage, and is as fast as memory. SHA-256 also withstands an attacker, where a signature covers it.
 
 What is signed is `CONTEXT` followed by every byte after the signature's line, so that no signature of another kind of
-document fits. Nothing here computes or verifies one: see `ckpt.root.keys`.
+document fits. Nothing here computes or verifies one: see `ckpt.root.signing`.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Signature:
     """Who signed a manifest, and its bytes as they were signed, from which copies of it are written.
 
     `name` is the checkpoint's in those bytes: its folder may be called otherwise by now. `verified`: a key that is
-    trusted has made it, as `ckpt.root.trust.Trust` found.
+    trusted has made it, as `ckpt.root.signing.Trust` found.
     """
 
     key: str

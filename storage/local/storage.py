@@ -329,11 +329,14 @@ class LocalStorage:
             if not stat.S_ISREG(os.stat(there).st_mode):
                 raise not_regular(there)
         try:
-            self._make(target, lambda path: os.link(os.path.realpath(there), path))
+            self._make(target, lambda path: self._link(there, path))
         except StorageError as error:
             if getattr(error.__cause__, "errno", None) not in _NO_LINKS:
                 raise
             self.write(target, self._pieces(source))
+
+    def _link(self, source: Path, target: Path) -> None:
+        os.link(os.path.realpath(source), target)
 
     def _make(self, key: str, make: Callable[[Path], None], *, over: str | None = ANY) -> None:
         """Create a file under a temporary name, and rename it when it is complete."""

@@ -1,4 +1,8 @@
-"""The storage of a folder in a tmpfs: nothing is synced, and the pages of deleted files are used again."""
+"""The storage of a folder in memory: nothing is synced, and the pages of deleted files are used again.
+
+A file is one of a tmpfs. Where that is too small, it is a link to a memfd (`/proc/<process>/fd/<number>`) that another
+process holds: renamed, linked and removed like any other name, and read and written through the link.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +10,40 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.storage.base import Buffer, ReservedFile, StablePieces
-from ckpt.storage.local.files import (
-    NOTHING_THERE,
-    NotRegularError,
-    has_one_name,
-    make_directories,
-    not_regular,
-    open_regular,
-)
-from ckpt.storage.local.storage import TEMPORARY, LocalStorage
+from ckpt.storage.local.files import NOTHING_THERE, make_directories, not_regular, open_regular
+from ckpt.storage.local.storage import TEMPORARY, LocalStorage, Tree
 from ckpt.storage.local.tmpfs_write import overwrite
 
-_WORTH_RECYCLING = 1 << 20  # bytes
+HELD = "/memfd:ckpt (deleted)"  # where a link to memory leads that is held for ckpt
+_LARGE = 64 << 10  # bytes: a smaller file is always one of the tmpfs, and its pages are not worth to be used again
 _SPARE = re.compile(rf"\.spare-(\d+)-[0-9a-f]{{12}}{re.escape(TEMPORARY)}")
+
+
+class _MemoryTree(Tree):
+    """Follows links to held memory. Where its holder has ended, nothing is there."""
+
+    def _is_below(self, real: str) -> bool:
+        return real == HELD or super()._is_below(real)
 
 
 class VolatileStorage(LocalStorage):
     """A directory in memory: what is written outlives the process, not the machine. Files are for their user alone.
 
-    A large file that is deleted is kept as a spare, which the next one overwrites: new pages of a tmpfs cost three
-    times as much as those that exist. Spares are temporary files, which `sweep` removes; `trim` does so earlier.
+    A large file that is deleted is kept as a spare, which the next one overwrites: new pages cost three times as much
+    as those that exist. Spares are temporary files, which `sweep` removes; `trim` does so earlier. `hold`: makes a new
+    large file at a path, whose memory another process holds, and returns its descriptor.
     """
+
+    def __init__(self, root: str | os.PathLike[str], hold: Callable[[Path], int] | None = None) -> None:
+        super().__init__(root)
+        self._tree = _MemoryTree(self._root, self._shown)
+        self._hold = hold
 
     @contextmanager
     def grouped(self) -> Iterator[None]:
@@ -70,26 +82,31 @@ class VolatileStorage(LocalStorage):
         stable = StablePieces.of(pieces)
         if stable is not None and stable.file is not None and _is_named(stable, stable.file, path):
             return
-        descriptor = self._opened(path, stable.size if stable is not None else 0)
+        descriptor = self._opened(path, stable.size if stable is not None else None)
         try:
             overwrite(descriptor, pieces if stable is None else stable)
         finally:
             os.close(descriptor)
 
+    def _link(self, source: Path, target: Path) -> None:
+        os.link(source, target, follow_symlinks=False)
+
     def _unlink(self, path: Path) -> None:
-        status = os.lstat(path)
-        if not stat.S_ISREG(status.st_mode) or status.st_size < _WORTH_RECYCLING or status.st_nlink > 1:
+        file = _File.at(path)
+        if not file.is_ours or file.status.st_size < _LARGE or file.names > 1:
             path.unlink()
             return
-        os.rename(path, self._root / f".spare-{status.st_size}-{secrets.token_hex(6)}{TEMPORARY}")
+        os.rename(path, self._root / f".spare-{file.status.st_size}-{secrets.token_hex(6)}{TEMPORARY}")
 
-    def _opened(self, path: Path, size: int) -> int:
-        """A file to write to: the spare whose size is nearest, or a new one."""
-        spares = self._spares() if size >= _WORTH_RECYCLING else []
-        for _, spare in sorted(spares, key=lambda found: abs(found[0] - size)):
+    def _opened(self, path: Path, size: int | None) -> int:
+        """A file to write to: the spare whose size is nearest, or a new one. `size`: None where it is not known."""
+        spares = self._spares() if size is not None and size >= _LARGE else []
+        for _, spare in sorted(spares, key=lambda found: abs(found[0] - (size or 0))):
             with suppress(*NOTHING_THERE):  # another rank of this host has taken it, or it is none of ours
                 os.rename(spare, path)
                 return _reopened(path)
+        if self._hold is not None and (size is None or size >= _LARGE):
+            return self._hold(path)
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
     def _spares(self) -> list[tuple[int, Path]]:
@@ -100,13 +117,29 @@ class VolatileStorage(LocalStorage):
         return [(int(found.group(1)), self._root / name) for name in names if (found := _SPARE.fullmatch(name))]
 
 
+@dataclass(frozen=True)
+class _File:
+    """What a name leads to: a file, or memory that is held. `names`: how many it has, without that of its holder."""
+
+    status: os.stat_result
+    names: int
+    is_ours: bool  # neither a pipe, say, nor a link to anything else
+
+    @classmethod
+    def at(cls, path: str | os.PathLike[str]) -> _File:
+        status = os.lstat(path)
+        if stat.S_ISLNK(status.st_mode) and os.path.realpath(path) == HELD:
+            return cls(os.stat(path), status.st_nlink - 1, True)
+        return cls(status, status.st_nlink, stat.S_ISREG(status.st_mode))
+
+
 def _is_named(pieces: StablePieces, file: ReservedFile, path: Path) -> bool:
     """Give a reserved file its name when all its bytes have arrived. False if it is gone, or not what it was."""
     for _ in pieces:  # waits
         pass
     try:
-        status = os.lstat(file.path)
-        if (status.st_ino, status.st_size, status.st_nlink) != (file.inode, pieces.size, 1):
+        found = _File.at(file.path)
+        if (found.status.st_ino, found.status.st_size, found.names) != (file.inode, pieces.size, 1):
             return False
         os.rename(file.path, path)
     except OSError:  # swept by another process, say: the bytes are in memory, and are written as any other
@@ -116,12 +149,12 @@ def _is_named(pieces: StablePieces, file: ReservedFile, path: Path) -> bool:
 
 def _reopened(path: Path) -> int:
     """A spare, to write to. What has a second name is not overwritten: it is removed, and the next one is taken."""
-    try:
-        descriptor = open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
-        if has_one_name(descriptor):
+    file = _File.at(path)
+    if file.is_ours and file.names == 1:
+        descriptor = open_regular(path, os.O_RDWR)
+        if os.path.samestat(os.fstat(descriptor), file.status):  # or its holder has ended, and another has its number
             return descriptor
         os.close(descriptor)
-        raise not_regular(path)
-    except NotRegularError:
-        path.unlink()
-        raise
+    error = not_regular(path)
+    path.unlink()
+    raise error

@@ -101,11 +101,11 @@ place.remove()
         stranger.rmdir()
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("memfd", [False, True])
+    @pytest.mark.parametrize("held", [False, True])
     def test_a_killed_run_is_deserted_and_its_keeper_named(
-        self, invoke: Invoke, tmp_path: Path, memory: Path, memfd: bool
+        self, invoke: Invoke, tmp_path: Path, memory: Path, held: bool
     ) -> None:
-        job, _, found = start_run(memory, tmp_path / "root", memfd=memfd)
+        job, _, found = start_run(memory, tmp_path / "root", held=held)
         assert f"lives: process {job.pid}" in invoke("ls").output
         kill(job)
         shown = invoke("ls").output
@@ -157,7 +157,7 @@ class TestClear:
 
     @pytest.mark.slow
     def test_the_keeper_ends_with_it(self, invoke: Invoke, tmp_path: Path, memory: Path) -> None:
-        job, _, found = start_run(memory, tmp_path / "root", memfd=True)
+        job, _, found = start_run(memory, tmp_path / "root", held=True)
         assert invoke("clear", "--all").exit_code == 1
         kill(job)
         assert invoke("clear", "--all").exit_code == 0

@@ -26,7 +26,7 @@ from ckpt.cli.main import main
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest, digest, sha256
 from ckpt.ranks import hosts as host_names
 from ckpt.root.catalog import read_manifest
-from ckpt.root.keys import find_signing_key, new_key
+from ckpt.root.signing import find_signing_key, new_key
 from ckpt.storage import LocalStorage
 from tests.helpers.forgery import write_manifest
 from tests.helpers.places import Place

@@ -16,11 +16,11 @@ import ckpt
 from ckpt.formats.native.manifest import BlockHasher, FileRecord, Manifest
 from ckpt.ranks import preemption
 from ckpt.ranks.preemption import Preemption
-from ckpt.root.copy import Copies
-from ckpt.root.save_marker import mark_save, read_marker
+from ckpt.root.manifest_files import mark_save, read_marker
+from ckpt.root.mirror import Copies
 from ckpt.save.transaction import merge_reports
 from ckpt.storage import MemoryStorage, Storage, open_storage
-from ckpt.util.clock import utc_now
+from ckpt.util.console import utc_now
 from tests.helpers.byte_checkpoints import tensor_file
 from tests.helpers.places import Place, committed
 from tests.helpers.processes import run_ranks

@@ -13,7 +13,7 @@ from torch import nn
 
 import ckpt
 from ckpt.integrations import trackers
-from ckpt.root.save_reports import SaveReport
+from ckpt.root.commit import SaveReport
 from tests.helpers.processes import run_ranks
 
 

@@ -15,13 +15,13 @@ from ckpt.memory.keeper_process import KeeperProcess, living_keeper, start_keepe
 from ckpt.memory.place import MemoryPlace
 from ckpt.memory.rescue import rescue_settings
 from ckpt.memory.root_token import identity_of, read_token, write_token
-from ckpt.memory.slot_storage import slot_storage
+from ckpt.memory.slot_storage import hold_memory, slot_storage
 from ckpt.storage import open_storage, place_of
 from tests.helpers import byte_checkpoints
 from tests.helpers.processes import DEADLINE, fork
 
 FILES = {
-    "model.safetensors": byte_checkpoints.tensor_file(bytes(range(256)) * 40),
+    "model.safetensors": byte_checkpoints.tensor_file(bytes(range(256)) * 400),  # large enough to be held
     "state.json": b'{"here": "in memory"}',
 }
 
@@ -33,12 +33,14 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.02)
 
 
-def create_place(root: str | Path, *, rescue: Mapping[str, Any] | None = None, memfd: bool = False) -> MemoryPlace:
+def create_place(root: str | Path, *, rescue: Mapping[str, Any] | None = None, held: bool = False) -> MemoryPlace:
     storage = open_storage(str(root))
     settings = None if rescue is None else {**rescue_settings(storage), **rescue}
-    facts = {"storage": "memfd"} if memfd else {}
     identity = identity_of(storage, read_token(storage) or write_token(storage))
-    return MemoryPlace.create(identity, root_shown=place_of(storage), rescue=settings, **facts)
+    place = MemoryPlace.create(identity, root_shown=place_of(storage), rescue=settings)
+    if held:
+        hold_memory(place)
+    return place
 
 
 def snapshot(place: MemoryPlace, name: str, *, sequence: int, files: Mapping[str, bytes] = FILES) -> None:
@@ -86,7 +88,7 @@ def _live(memory: str, root: str, options: dict[str, Any]) -> None:
     os.environ |= {"CKPT_MEMORY_DIR": memory, "CKPT_MEMORY_KEEPER": "on"}
     os.environ["CKPT_MEMORY_LINGER"] = str(options.pop("linger", 3600))
     place = create_place(root, **options)
-    assert start_keeper(place, memfd=bool(options.get("memfd"))) is not None
+    assert start_keeper(place) is not None
     snapshot(place, "step-8", sequence=8)
     snapshot(place, "step-9", sequence=9)
     place.record(ready=True)

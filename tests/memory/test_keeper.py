@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.errors import AbsentError
 from ckpt.memory import keeper, keeper_process, place
 from ckpt.memory.keeper_process import KeeperError, KeeperProcess, living_keeper, require_keeper, start_keeper
 from ckpt.memory.place import MemoryPlace
@@ -37,8 +38,8 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield folder
 
 
-def started(place: MemoryPlace, **options: bool) -> KeeperProcess:
-    found = start_keeper(place, **options)
+def started(place: MemoryPlace) -> KeeperProcess:
+    found = start_keeper(place)
     assert found is not None
     return found
 
@@ -89,9 +90,9 @@ class TestStart:
 
     def test_its_files_are_for_this_user_alone(self, tmp_path: Path) -> None:
         place = create_place(tmp_path / "root")
-        started(place, memfd=True)
+        started(place)
         modes = {path.name: stat.S_IMODE(path.lstat().st_mode) for path in place.path.iterdir() if not path.is_dir()}
-        assert {keeper.LOCK, "keeper.sock"} < modes.keys()
+        assert keeper.LOCK in modes
         assert set(modes.values()) == {0o600}
 
     def test_who_starts_it_again_finds_the_one_that_lives(self, tmp_path: Path) -> None:
@@ -114,11 +115,11 @@ class TestStart:
 
     def test_after_one_was_killed_another_is_started(self, tmp_path: Path) -> None:
         place = create_place(tmp_path / "root")
-        first = started(place, memfd=True)
+        first = started(place)
         os.kill(first.process, signal.SIGKILL)
         assert first.wait(10.0)
         assert living_keeper(place) is None
-        second = started(place, memfd=True)
+        second = started(place)
         assert second != first
         assert second.is_alive
 
@@ -242,21 +243,22 @@ class TestKilledRuns:
         assert started(place) == found
         assert slot_storage(place).read("step-9/model.safetensors") == FILES["model.safetensors"]
 
-    def test_memory_in_memfds_outlives_the_run(self, tmp_path: Path, memory: Path) -> None:
-        job, place, found = start_run(memory, tmp_path / "root", memfd=True)
+    def test_memory_that_it_holds_outlives_the_run_and_not_the_keeper(self, tmp_path: Path, memory: Path) -> None:
+        job, place, found = start_run(memory, tmp_path / "root", held=True)
         kill(job)
         storage = slot_storage(place)
-        assert storage.url.startswith("memfd://")
+        assert (place.slots / "step-9/model.safetensors").is_symlink()
         assert keys(storage) == {
             f"step-{step}/{name}" for step in (8, 9) for name in (*FILES, "manifest.json", "manifest.copy.json")
         }
         assert storage.read("step-9/model.safetensors") == FILES["model.safetensors"]
         os.kill(found.process, signal.SIGKILL)
         assert found.wait(10.0)
-        assert keys(storage) == set()
+        with pytest.raises(AbsentError):
+            storage.read("step-9/model.safetensors")
 
     def test_after_the_time_nothing_is_left(self, tmp_path: Path, memory: Path) -> None:
-        job, _, found = start_run(memory, tmp_path / "root", memfd=True, linger=1.0)
+        job, _, found = start_run(memory, tmp_path / "root", held=True, linger=1.0)
         kill(job)
         assert found.wait(30.0)
         assert list(memory.iterdir()) == []

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy
 import pytest
 
-from ckpt.memory.training_peak import TrainingPeak
-from ckpt.util.mapped_range import most_mapped
+from ckpt.memory.room import TrainingPeak
+from ckpt.util.aligned_memory import most_mapped
 
 MB = 1 << 20
 GROUPS = Path("/sys/fs/cgroup/memory")  # version 1, whose groups a container may be allowed to make

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from ckpt.memory import place as places
-from ckpt.memory.facts import boot_id
 from ckpt.memory.place import ALIVE, RUN, SLOTS, MemoryPlace, PlaceError, remove_expired
+from ckpt.util.process_identity import boot_id
 
 ROOT = "/runs/x"
 NOBODY = 65534

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.memory.host_link import Pace, bandwidth
-from ckpt.memory.replica_plan import SLOT, Held, Transfer, plan_transfers
+from ckpt.memory.replicas import SLOT, Held, Pace, Transfer, bandwidth, plan_transfers
 from ckpt.memory.slot_storage import REPLICA
 from ckpt.storage import LocalStorage
 from tests.helpers.namespaces import Node, run_on_nodes

@@ -25,8 +25,8 @@ from ckpt.memory.root_token import TOKEN, write_token
 from ckpt.memory.slot_storage import slot_storage
 from ckpt.root.catalog import find, read_manifest, scan
 from ckpt.root.commit import Attempt
-from ckpt.root.keys import find_signing_key, new_key
 from ckpt.root.lock import lock_root
+from ckpt.root.signing import find_signing_key, new_key
 from ckpt.root.verify import problems, verify
 from ckpt.storage import ANY, Buffer, HubStorage, LocalStorage, MemoryStorage, Storage, open_storage
 from tests.helpers import byte_checkpoints
@@ -392,10 +392,10 @@ class TestMain:
 class TestProcesses:
     """Real runs, killed and not restarted."""
 
-    @pytest.mark.parametrize("memfd", [False, True])
-    def test_the_root_has_the_step_of_a_killed_run(self, folder: Path, memory: Path, memfd: bool) -> None:
+    @pytest.mark.parametrize("held", [False, True])
+    def test_the_root_has_the_step_of_a_killed_run(self, folder: Path, memory: Path, held: bool) -> None:
         save(LocalStorage(folder), "step-5", sequence=5)
-        job, place, _ = start_run(memory, folder, rescue=AT_ONCE, memfd=memfd)
+        job, place, _ = start_run(memory, folder, rescue=AT_ONCE, held=held)
         kill(job)
         wait_until(lambda: "rescued step-9" in last_log_line(place), "it is rescued")
         assert steps(folder) == ["step-9", "step-5"]

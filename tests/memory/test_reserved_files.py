@@ -18,7 +18,7 @@ from ckpt.save.snapshot import fetch, tensor_copies
 from ckpt.storage.base import StablePieces
 from ckpt.storage.local import tmpfs_write, volatile
 from ckpt.storage.local.volatile import VolatileStorage
-from ckpt.util.mapped_range import MappedRange
+from ckpt.util.aligned_memory import MappedRange
 from tests.helpers.simulated_device import SimulatedDevice, simulate
 from tests.helpers.training import exact
 

@@ -22,7 +22,7 @@ import ckpt
 from ckpt.formats.native.manifest import Manifest
 from ckpt.memory.place import MemoryPlace
 from ckpt.root.catalog import scan
-from ckpt.root.keys import new_key
+from ckpt.root.signing import new_key
 from ckpt.storage import LocalStorage
 from ckpt.tools.report.facts import gather
 from ckpt.tools.report.markdown import render_markdown

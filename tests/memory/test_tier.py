@@ -16,10 +16,9 @@ from torch import nn
 
 import ckpt
 from ckpt.memory import room
-from ckpt.memory.room import Room
+from ckpt.memory.room import Room, View, verdict_of
 from ckpt.memory.statistics import saving
 from ckpt.memory.tier import MemoryTier
-from ckpt.memory.verdict import View, verdict_of
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
 from ckpt.storage.local.volatile import VolatileStorage
 from tests.helpers.namespaces import with_tmpfs
@@ -104,7 +103,7 @@ class TestGivingWay:
         caplog: pytest.LogCaptureFixture,
     ) -> None:
         monkeypatch.setattr(
-            room, "measure", lambda folder, used, memfd: Room(tmpfs=1000, memory=100 * MB, used=used, memfd=False)
+            room, "measure", lambda folder, used, held: Room(tmpfs=1000, memory=100 * MB, used=used, held=False)
         )
         train(manager, 9)
         assert list(memory.iterdir()) == []
@@ -125,7 +124,7 @@ class TestGivingWay:
         assert len(names(memory)) == 2
         own = room.measure
         monkeypatch.setattr(
-            room, "measure", lambda folder, used, memfd: Room(tmpfs=100 * MB, memory=100, used=used, memfd=False)
+            room, "measure", lambda folder, used, held: Room(tmpfs=100 * MB, memory=100, used=used, held=False)
         )
         train(manager, 2)
         assert list(memory.iterdir()) == []
@@ -346,26 +345,24 @@ def test_a_snapshot_that_is_smaller_gives_back_what_it_does_not_need(tmp_path: P
 
 class TestRoom:
     def test_two_snapshots_must_fit_into_the_tmpfs(self) -> None:
-        have = Room(tmpfs=199 * MB, memory=10_000 * MB, used=0, memfd=False)
+        have = Room(tmpfs=199 * MB, memory=10_000 * MB, used=0, held=False)
         assert "has room for" in room.problem(have, [60 * MB, 40 * MB], "/dev/shm", 0)
         assert room.problem(Room({**have, "tmpfs": 200 * MB}), [60 * MB, 40 * MB], "/dev/shm", 0) == ""
 
     def test_what_they_take_already_counts(self) -> None:
-        assert (
-            room.problem(Room(tmpfs=0, memory=1000 * MB, used=200 * MB, memfd=False), [100 * MB], "/dev/shm", 0) == ""
-        )
+        assert room.problem(Room(tmpfs=0, memory=1000 * MB, used=200 * MB, held=False), [100 * MB], "/dev/shm", 0) == ""
 
     def test_a_reserve_is_left_to_the_training(self) -> None:
-        have = Room(tmpfs=10_000 * MB, memory=249 * MB, used=0, memfd=False)
+        have = Room(tmpfs=10_000 * MB, memory=249 * MB, used=0, held=False)
         assert "are left to the training" in room.problem(have, [100 * MB], "/dev/shm", 0)
         assert room.problem(Room({**have, "memory": 250 * MB}), [100 * MB], "/dev/shm", 0) == ""
 
     def test_also_when_the_snapshots_are_there(self) -> None:
-        assert room.problem(Room(tmpfs=0, memory=20 * MB, used=200 * MB, memfd=False), [100 * MB], "/dev/shm", 0) != ""
-        assert room.problem(Room(tmpfs=0, memory=20 * MB, used=80 * MB, memfd=False), [40 * MB], "/dev/shm", 0) == ""
+        assert room.problem(Room(tmpfs=0, memory=20 * MB, used=200 * MB, held=False), [100 * MB], "/dev/shm", 0) != ""
+        assert room.problem(Room(tmpfs=0, memory=20 * MB, used=80 * MB, held=False), [40 * MB], "/dev/shm", 0) == ""
 
     def test_so_is_what_a_step_of_it_is_known_to_need(self) -> None:
-        have = Room(tmpfs=10_000 * MB, memory=300 * MB, used=0, memfd=False)
+        have = Room(tmpfs=10_000 * MB, memory=300 * MB, used=0, held=False)
         assert room.problem(have, [100 * MB], "/dev/shm", peak=100 * MB) == ""
         assert "are left to the training" in room.problem(have, [100 * MB], "/dev/shm", peak=101 * MB)
 
@@ -381,14 +378,14 @@ class TestVerdict:
         return cast(View, {"busy": False, "error": "", "full": False, "size": MB, "peak": 0, "room": None, **known})
 
     def have(self, size: int) -> Room:
-        return Room(tmpfs=size, memory=10_000 * MB, used=0, memfd=False)
+        return Room(tmpfs=size, memory=10_000 * MB, used=0, held=False)
 
     def test_one_busy_rank_is_enough(self) -> None:
         assert verdict_of([self.view(), self.view(busy=True)], ONE_SHARED_ROOT)["do"] == "skip"
 
     def test_one_failed_rank_is_enough(self) -> None:
         verdict = verdict_of([self.view(), self.view(error="no.", full=True)], ONE_SHARED_ROOT)
-        assert verdict == {"do": "give way", "why": "no.", "free": True, "memfd": []}
+        assert verdict == {"do": "give way", "why": "no.", "free": True, "small": []}
 
     def test_nobody_gives_way_while_another_rank_is_busy_for_it_would_wait_for_that(self) -> None:
         views = [self.view(busy=True), self.view(error="no.", full=True)]
@@ -400,7 +397,7 @@ class TestVerdict:
         assert verdict_of(views[:2], ONE_SHARED_ROOT)["do"] == "save"
 
     def test_the_ranks_of_a_host_need_memory_within_their_steps(self) -> None:
-        tight = Room(tmpfs=100 * MB, memory=10 * MB, used=0, memfd=False)
+        tight = Room(tmpfs=100 * MB, memory=10 * MB, used=0, held=False)
         views = [self.view(room=tight, peak=2 * MB), self.view(peak=3 * MB)]
         assert verdict_of(views, ONE_SHARED_ROOT)["do"] == "save"
         views[1]["peak"] = 5 * MB

@@ -16,8 +16,7 @@ from ckpt.formats.tensors import FilePlan
 from ckpt.root.catalog import find, scan
 from ckpt.root.commit import Attempt
 from ckpt.root.deletion import sweep
-from ckpt.root.manifest_files import copy_problems
-from ckpt.root.save_marker import MARKER, read_marker
+from ckpt.root.manifest_files import MARKER, copy_problems, read_marker
 from ckpt.root.verify import problems, verify_checkpoint
 from ckpt.storage import ANY, Buffer, Storage
 from tests.helpers.byte_checkpoints import (

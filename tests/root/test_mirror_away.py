@@ -9,8 +9,8 @@ import pytest
 from torch import nn
 
 import ckpt
-from ckpt.root.copy import Copies
-from ckpt.root.save_marker import MARKER
+from ckpt.root.manifest_files import MARKER
+from ckpt.root.mirror import Copies
 from ckpt.storage import ANY, Buffer, Entry, LocalStorage
 from tests.helpers.places import intact
 from tests.root.test_mirror import managed, resumed, run, steps, weights

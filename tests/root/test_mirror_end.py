@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 import ckpt
-from ckpt.root.mirror_wait import AFTER_SIGTERM, MirrorPatience, QuietWait
+from ckpt.root.mirror import AFTER_SIGTERM, MirrorPatience, QuietWait
 from ckpt.storage import Entry, LocalStorage, open_storage
 from ckpt.storage.base import Interruptible
 from ckpt.util.threads import ThreadCall

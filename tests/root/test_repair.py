@@ -12,7 +12,7 @@ from torch import nn
 
 import ckpt
 from ckpt.cli.main import main
-from ckpt.root.repair import repair
+from ckpt.root.verify import repair
 from ckpt.storage import HubStorage, MemoryStorage, Storage, open_storage
 from tests.helpers.hub_server import HubServer
 from tests.helpers.places import intact

@@ -26,12 +26,12 @@ from torch import nn
 
 import ckpt
 from ckpt.formats.native.manifest import FileRecord, Manifest
-from ckpt.root.save_marker import mark_removal
+from ckpt.root.manifest_files import mark_removal
 from ckpt.save import read_back
 from ckpt.save.read_back import CommittedFiles
 from ckpt.storage import ANY, Buffer, LocalStorage
 from ckpt.storage.local.storage import _is_cached
-from ckpt.util import thread_priority
+from ckpt.util.threads import _IOPRIO_SET, _NICER
 from tests.helpers.byte_checkpoints import MOMENT
 from tests.helpers.places import Folder, PassedOn, Place
 from tests.helpers.processes import run_alone, run_ranks
@@ -474,7 +474,7 @@ def test_it_is_read_at_a_lower_priority_than_that_of_training(root: Folder) -> N
         manager.save_state("a")
         finish(manager)
         assert priorities() == before
-    assert found[0][0] == min(before[0] + thread_priority._NICER, 19)
+    assert found[0][0] == min(before[0] + _NICER, 19)
     assert found[0][1] >> 13 == 3  # idle
 
 
@@ -493,7 +493,7 @@ def test_a_repair_is_written_at_the_usual_priority(root: Folder) -> None:
 
 def priorities() -> tuple[int, int]:
     """How nice this thread is, and its I/O priority."""
-    get = thread_priority._IOPRIO_SET[platform.machine()] + 1
+    get = _IOPRIO_SET[platform.machine()] + 1
     nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     return nice, ctypes.CDLL(None).syscall(get, 1, 0)
 

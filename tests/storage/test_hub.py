@@ -21,7 +21,7 @@ from torch import nn
 
 import ckpt
 from ckpt.cli.main import main
-from ckpt.root.keys import new_key
+from ckpt.root.signing import new_key
 from ckpt.storage import HubStorage, Storage, open_storage
 from ckpt.storage.hub.download import _is_intact
 from ckpt.storage.hub.repo import HubFile, translated_errors

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ckpt
 from ckpt.cli.main import main
-from ckpt.root.keys import new_key
+from ckpt.root.signing import new_key
 from ckpt.storage import LocalStorage
 from tests.helpers.accelerate_folders import (
     Seen,

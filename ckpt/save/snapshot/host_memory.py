@@ -17,8 +17,7 @@ import torch
 from ckpt.errors import FullError, StorageError
 from ckpt.storage import Reserving
 from ckpt.storage.base import ReservedFile
-from ckpt.util.aligned_memory import allocate_pages
-from ckpt.util.mapped_range import MappedRange, is_possible
+from ckpt.util.aligned_memory import MappedRange, allocate_pages, can_map_files
 from ckpt.util.memory_limit import available, reserve, spare
 from ckpt.util.threads import SerialWorker, ThreadCall
 
@@ -88,7 +87,7 @@ class ReservedImage:
     @classmethod
     def of(cls, storage: object, size: int, places: Sequence[tuple[str, int, int]]) -> ReservedImage | None:
         """None for a storage that reserves nothing, and where the system cannot map its files."""
-        if not isinstance(storage, Reserving) or not is_possible():
+        if not isinstance(storage, Reserving) or not can_map_files():
             return None
         with suppress(StorageError, OSError):
             image = cls(storage, size, places)

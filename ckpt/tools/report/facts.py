@@ -17,12 +17,11 @@ from ckpt.export.card import curves
 from ckpt.formats.native.manifest import Manifest
 from ckpt.memory.statistics import Statistics, saving_of
 from ckpt.root.catalog import Index, Overview, Summary
-from ckpt.root.condition import COMPLETE, Condition, condition
 from ckpt.root.history import History, PastSave
-from ckpt.root.verify import DAMAGED, INTACT, REMOVED
+from ckpt.root.verify import COMPLETE, DAMAGED, INTACT, REMOVED, Condition, condition
 from ckpt.storage import open_storage
-from ckpt.util.line_chart import Points
 from ckpt.util.option_values import settings
+from ckpt.util.svg_plot import Points
 
 
 @dataclass(frozen=True, kw_only=True)

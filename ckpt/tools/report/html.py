@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from html import escape
 from typing import TYPE_CHECKING
 
-from ckpt.root.condition import COMPLETE
+from ckpt.root.verify import COMPLETE
 from ckpt.shown import shown
 from ckpt.tools.report.attempts import (
     MOST_ATTEMPTS,
@@ -26,10 +26,8 @@ from ckpt.tools.report.attempts import (
     went_back,
 )
 from ckpt.tools.report.facts import Best, RunFacts, Save, best_of, memory_spent, waits
-from ckpt.util.clock import utc_now
-from ckpt.util.console import format_duration, format_number, format_size
-from ckpt.util.line_chart import HEIGHT, Mark, line_panel
-from ckpt.util.svg_plot import THEMED, document
+from ckpt.util.console import format_duration, format_number, format_size, utc_now
+from ckpt.util.svg_plot import HEIGHT, THEMED, Mark, document, line_panel
 from ckpt.version import __version__
 
 _LIGHT = """
