@@ -17,8 +17,10 @@ import tempfile
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import TypeGuard
 
 from ckpt.compat.private import ALL, Private
 
@@ -33,6 +35,7 @@ IN_FILES = {  # keys in files that others wrote, never attributes of objects
 }  # fmt: skip
 
 
+@cache
 def sources() -> dict[str, ast.Module]:
     """Every module of the library, parsed, by its path in the repository."""
     paths = (path for package in PACKAGES for path in sorted((HOME / package).rglob("*.py")))
@@ -84,9 +87,14 @@ def own_names(trees: dict[str, ast.Module]) -> set[str]:
             found.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_own(node.value):
             found.add(node.attr)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "object.__setattr__" and _is_own(node.args[0]):
+        elif _sets_attribute(node) and _is_own(node.args[0]):
             found.add(ast.literal_eval(node.args[1]))  # of a frozen dataclass
     return found
+
+
+def _sets_attribute(node: ast.AST) -> TypeGuard[ast.Call]:
+    called = node.func if isinstance(node, ast.Call) else None
+    return isinstance(called, ast.Attribute) and called.attr == "__setattr__" and ast.unparse(called.value) == "object"
 
 
 def _is_own(value: ast.expr) -> bool:

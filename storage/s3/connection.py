@@ -16,7 +16,7 @@ from ckpt.storage.fsspec_stores import unknown_options
 from ckpt.storage.retry import Retries, RetryPolicy, UnreachedError, time_left
 from ckpt.storage.s3.errors import translate_error
 from ckpt.storage.s3.http_session import session_class
-from ckpt.storage.s3.timestamps import session_with_fast_timestamps
+from ckpt.storage.s3.session import fast_session
 from ckpt.util.option_values import is_settings
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ def _open(options: dict[str, Any], policy: RetryPolicy) -> S3FileSystem:
         raise ConfigError(f"s3fs does not take these storage_options ({kind}): {names}.") from None
     fs.retries = 1
     if fs.session is None:
-        fs.session = session_with_fast_timestamps(fs.kwargs)
+        fs.session = fast_session(fs.kwargs)
     return fs
 
 

@@ -45,6 +45,7 @@ def test_a_slice_of_the_campaign_loses_nothing_and_loads_nothing_wrong(tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.timeout(900)
 def test_the_campaign_finds_writes_that_are_not_synced_and_bytes_that_are_not_compared(tmp_path: Path) -> None:

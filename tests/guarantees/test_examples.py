@@ -17,6 +17,7 @@ import safetensors.torch
 
 import ckpt
 from tests.helpers.processes import DEADLINE, Script
+from tests.helpers.variations import cells
 
 pytestmark = pytest.mark.slow
 
@@ -209,9 +210,7 @@ def course(folder: Path, kind: str) -> Example:
     return Example(folder, "accelerate_loop.py", (*losses, *accumulating), 1 if kind == "alone" else 2)
 
 
-@pytest.mark.parametrize(
-    "kind", [*(pytest.param(kind, marks=pytest.mark.long) for kind in ("plain", "alone")), "two ranks"]
-)
+@pytest.mark.parametrize("kind", cells(["plain", "alone", "two ranks"], often=["alone"]))
 def test_the_loop_of_the_course_killed_and_started_again_equals_one_that_was_not(tmp_path: Path, kind: str) -> None:
     """Two ranks are resumed by Accelerate's launcher."""
     straight, job = (course(tmp_path / name, kind) for name in ("straight", "killed"))

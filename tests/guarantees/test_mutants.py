@@ -154,6 +154,7 @@ def test_a_mutant_is_noticed_or_survives_and_the_code_is_as_it_was_afterwards(wo
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_ranks_and_other_processes_import_the_copy_too(worker: Worker) -> None:
     script = "import ckpt, ckpt.formats.pieces, ckpt.storage.urls as last; print(ckpt.__file__, last.__file__)"
     done = subprocess.run(

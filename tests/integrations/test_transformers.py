@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 import ckpt
 from tests.helpers.processes import run_here, run_ranks, seed_everything
 from tests.helpers.training import exact
+from tests.helpers.variations import cells
 
 STEPS = 21  # three epochs of seven
 VARIES = ("runtime", "per_second", "train_loss", "total_flos")
@@ -174,7 +175,7 @@ def train_in_memory_and_be_killed(rank: int, straight: str, killed: str, world_s
     train_in_memory(rank, killed, world_size, 11)
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("world_size", cells([1, 2], often=[1]))
 def test_one_that_was_killed_resumes_from_memory_as_if_it_were_not(tmp_path: Path, world_size: int) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     for folder in (straight, killed):

@@ -11,6 +11,7 @@ import pytest
 from tests.helpers.places import Place
 from tests.helpers.processes import run_ranks
 from tests.helpers.training import SAMPLES, Job, records, train
+from tests.helpers.variations import cells
 
 pytestmark = pytest.mark.slow
 
@@ -21,8 +22,10 @@ def _seen(records: list[Any], epoch: int) -> Counter[int]:
     )
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("save_at", [1, 3, 5])
+@pytest.mark.parametrize(
+    ("save_at", "world_size"),
+    cells([(1, 1), (1, 3), (3, 1), (3, 3), (5, 1), (5, 3)], often=[(1, 3), (3, 1), (5, 3)]),
+)
 def test_saved_by_two_ranks_every_sample_is_seen_once_per_epoch_by_another_number(
     root: Place, tmp_path: Path, world_size: int, save_at: int
 ) -> None:

@@ -221,13 +221,13 @@ class _SlowStorage(PassedOn):
 
     def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
         if key == "slow/model.safetensors":
-            time.sleep(5.0)
+            time.sleep(8.0)
         super().write(key, pieces, over=over)
 
 
 def _save_slowly(rank: int, root: str) -> None:
     model = DistributedDataParallel(nn.Linear(3, 3))
-    with ckpt.StateManager(_SlowStorage(root), model=model, ranks=ckpt.RankOptions(timeout=2.0)) as manager:
+    with ckpt.StateManager(_SlowStorage(root), model=model, ranks=ckpt.RankOptions(timeout=5.0)) as manager:
         manager.save_state("slow")
         manager.save_state("again")
 
@@ -240,7 +240,7 @@ def test_a_rank_that_is_at_work_is_waited_for_beyond_the_deadline(root: Place) -
 
 def _fail_then_save(rank: int, root: str) -> None:
     """One rank is late for a save; when both come to the next one they are in step again."""
-    manager, _ = _manager(root, timeout=3.0)
+    manager, _ = _manager(root, timeout=6.0)
     with manager:
         if rank == 0:
             with pytest.raises(ckpt.RanksError, match="rank 1 did not answer"):

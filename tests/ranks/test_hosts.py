@@ -22,6 +22,7 @@ from ckpt.ranks import hosts as host_names
 from tests.helpers.namespaces import Node, run_on_nodes
 from tests.helpers.processes import run_ranks
 from tests.helpers.sharded import MODELS, state, step
+from tests.helpers.variations import cells
 
 pytestmark = pytest.mark.slow
 
@@ -170,7 +171,7 @@ def test_swapped_hosts_load_what_they_lack_from_the_mirror(folder: Path) -> None
         assert ckpt.verify(folder / "mirror" / kind)["step-00000003"] == []
 
 
-@pytest.mark.parametrize("lost", ["a", "b"])
+@pytest.mark.parametrize("lost", cells(["a", "b"], often=["a"]))
 def test_a_host_that_has_lost_its_disk_loads_from_the_mirror(folder: Path, lost: str) -> None:
     shutil.rmtree(folder / lost)
     assert run_ranks(4, _resume, str(folder), SAME, str(folder / "mirror")) == [0] * 4
@@ -189,7 +190,7 @@ def test_without_a_mirror_swapped_hosts_are_told_what_is_missing_where(folder: P
     assert files(folder / "a" / "fsdp2" / "step-00000002")  # and nothing is removed
 
 
-@pytest.mark.parametrize("hosts", [SWAPPED, "abab"])
+@pytest.mark.parametrize("hosts", cells([SWAPPED, "abab"], often=["abab"]))
 def test_hosts_that_changed_places_load_the_replica_that_each_disk_holds(folder: Path, hosts: str) -> None:
     """With HSDP and DDP every host has written all pieces, be it under the names of other ranks."""
     shutil.rmtree(folder / "mirror")
@@ -293,7 +294,7 @@ def _launch(nodes: list[Node], folders: list[Path], *arguments: str) -> list[tup
     return run_on_nodes(nodes, script, *arguments, folders=folders)
 
 
-@pytest.mark.parametrize("mirrored", [True, False])
+@pytest.mark.parametrize("mirrored", cells([True, False], often=[False]))
 def test_two_nodes_in_namespaces_of_their_own_are_killed_and_resume(
     nodes: list[Node], tmp_path: Path, mirrored: bool
 ) -> None:

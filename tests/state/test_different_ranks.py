@@ -20,6 +20,7 @@ from ckpt.save.checksums import SHARES, differ, fingerprints, weighted_sums
 from tests.helpers.places import Place
 from tests.helpers.processes import run_alone, run_ranks
 from tests.helpers.training import exact
+from tests.helpers.variations import cells
 
 BuiltManagers = tuple[dict[str, Any], Callable[[], None]]  # what a manager is given, and a step of training
 
@@ -210,26 +211,28 @@ def test_every_rank_has_its_own_bytes_back(root: Place, case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["experts", "ignored_params", "FSDP 2 on stages, other names"])
+@pytest.mark.parametrize(
+    "case", cells(["experts", "ignored_params", "FSDP 2 on stages, other names"], often=["ignored_params"])
+)
 def test_it_has_where_training_waits_for_the_save(root: Place, case: str) -> None:
     ranks = CASES[case][0]
     assert run_ranks(ranks, _save, str(root), case, False, "auto") == [0] * ranks
     assert run_ranks(ranks, _load, str(root), case, "auto") == [0] * ranks
 
 
+LAYOUTS = [
+    ("pipeline", "sharded"),
+    ("experts", "sharded"),
+    ("ignored_params", "full"),
+    ("BatchNorm under FSDP 1", "full"),
+    ("FSDP 2 on stages, other names", "full"),
+    ("FSDP 2 on stages, same names", "full"),
+    ("FSDP 2 on stages, same names", "sharded"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "layout"),
-    [
-        ("pipeline", "sharded"),
-        ("experts", "sharded"),
-        ("ignored_params", "full"),
-        ("BatchNorm under FSDP 1", "full"),
-        ("FSDP 2 on stages, other names", "full"),
-        ("FSDP 2 on stages, same names", "full"),
-        ("FSDP 2 on stages, same names", "sharded"),
-    ],
-)
+@pytest.mark.parametrize(("case", "layout"), cells(LAYOUTS, often=LAYOUTS[::3]))
 def test_it_has_in_the_other_layouts(root: Place, case: str, layout: str) -> None:
     ranks = CASES[case][0]
     assert run_ranks(ranks, _save, str(root), case, True, layout) == [0] * ranks
@@ -299,7 +302,7 @@ def _load_statistics(rank: int, folder: str, saved_by: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("saved_by", "now"), [(2, 4), (4, 2), (2, 1)])
+@pytest.mark.parametrize(("saved_by", "now"), cells([(2, 4), (4, 2), (2, 1)], often=[(4, 2)]))
 def test_running_statistics_at_another_number_of_ranks_are_the_main_ranks_and_named_with_the_way_out(
     tmp_path: Path, saved_by: int, now: int
 ) -> None:
@@ -439,7 +442,11 @@ def _replicas_that_drift_later(rank: int, root: str, kind: str, wait: bool) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "kind", "wait"), [(2, "ddp", True), (2, "ddp", False), (4, "hsdp", True), (2, "hsdp", False)]
+    ("ranks", "kind", "wait"),
+    cells(
+        [(2, "ddp", True), (2, "ddp", False), (4, "hsdp", True), (2, "hsdp", False)],
+        often=[(2, "ddp", False), (4, "hsdp", True)],
+    ),
 )
 def test_replicas_that_drift_after_the_first_save_are_kept_or_refused_by_name(
     root: Place, ranks: int, kind: str, wait: bool

@@ -20,6 +20,7 @@ from tests.helpers.places import Folder, PassedOn, Place, committed, copy
 from tests.helpers.processes import run_ranks
 from tests.helpers.sharded import MODELS, plain, state, step, whole
 from tests.helpers.training import exact
+from tests.helpers.variations import cells
 
 pytestmark = pytest.mark.slow
 
@@ -103,7 +104,7 @@ def saved(new_root: Callable[[], Place], tmp_path_factory: pytest.TempPathFactor
     return saved
 
 
-@pytest.mark.parametrize("how", [*SAVED, "ddp"])
+@pytest.mark.parametrize("how", cells([*SAVED, "ddp"], often=["fsdp2-tp", "fsdp1-flat", "ddp"]))
 def test_what_four_ranks_saved_loads_in_every_other_way_on_four(saved: Saved, how: str) -> None:
     saved.load(4, SAVED, how)
 
@@ -134,7 +135,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("how", ["fsdp2", "fsdp2-tp", "fsdp1", "fsdp1-flat"])
+@pytest.mark.parametrize("how", cells(["fsdp2", "fsdp2-tp", "fsdp1", "fsdp1-flat"], often=["fsdp2-tp", "fsdp1-flat"]))
 def test_the_full_layout_is_one_file_that_any_tool_opens(root: Place, tmp_path: Path, how: str) -> None:
     saved, name = Saved(root, tmp_path), f"{how}-whole"
     saved.save(how, name, "full")
@@ -191,7 +192,7 @@ def _read_with_torch_alone(rank: int, root: str, name: str) -> None:
     assert exact(whole(theirs)) == right
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "hsdp", "fsdp2-tp", "fsdp1-flat"])
+@pytest.mark.parametrize("name", cells(["fsdp2", "hsdp", "fsdp2-tp", "fsdp1-flat"], often=["hsdp", "fsdp1-flat"]))
 def test_torch_alone_reads_a_sharded_checkpoint(saved: Saved, tmp_path: Path, name: str) -> None:
     copy(saved.root / name, Folder(tmp_path) / name)
     assert run_ranks(2, _read_with_torch_alone, str(tmp_path), name) == [0, 0]
@@ -278,6 +279,8 @@ def test_what_every_rank_has_is_written_once_and_shared_out_by_size(root: Place)
     assert sum(sizes) < 4 * 201 * 200 * 4 + 2 * 8192
 
 
-@pytest.mark.parametrize(("world_size", "how"), OTHERS)
+@pytest.mark.parametrize(
+    ("world_size", "how"), cells(OTHERS, often=[(1, "ddp"), (2, "tp"), (3, "fsdp1-flat"), (8, "hsdp")])
+)
 def test_what_four_ranks_saved_loads_on_another_number(saved: Saved, world_size: int, how: str) -> None:
     saved.load(world_size, SAVED, how)

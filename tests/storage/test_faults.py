@@ -25,8 +25,8 @@ from tests.helpers.seaweed import BUCKET, Server, environment, serving
 
 pytestmark = pytest.mark.slow
 
-SCHEDULES = int(os.environ.get("CKPT_FAULTS", "4"))
-KILLS = int(os.environ.get("CKPT_KILLS", "5"))
+SCHEDULES = int(os.environ.get("CKPT_FAULTS", "2"))
+KILLS = int(os.environ.get("CKPT_KILLS", "2"))
 LARGE = 17 << 20  # bytes: an upload in two parts
 
 

@@ -24,6 +24,7 @@ from ckpt.selftest.runs import Program, in_a_process, kill_steps, last_lines
 from ckpt.selftest.trace import End, Saved, Step, Trace
 from ckpt.testing import InexactResumeError, assert_exact_resume
 from tests.helpers.processes import Script
+from tests.helpers.variations import cells
 from tests.selftest_scripts.causes import SCRIPTS as SCRIPTS_BY_CAUSE
 from tests.selftest_scripts.habits import HABITS
 
@@ -57,7 +58,10 @@ def run_script(script: str, *arguments: str, kills: int = 1) -> Report:
 
 @pytest.mark.parametrize(
     ("script", "arguments"),
-    [("nanogpt_like.py", ()), ("dcgan_like.py", ()), ("diffusers_like.py", ("--output_dir", "{root}"))],
+    cells(
+        [("nanogpt_like.py", ()), ("dcgan_like.py", ()), ("diffusers_like.py", ("--output_dir", "{root}"))],
+        often=[("dcgan_like.py", ())],
+    ),
 )
 def test_a_loop_that_resumes_exactly_passes(script: str, arguments: tuple[str, ...]) -> None:
     report = run_script(script, *arguments)
@@ -67,22 +71,22 @@ def test_a_loop_that_resumes_exactly_passes(script: str, arguments: tuple[str, .
     assert 0 < resumed < killed <= report.steps
 
 
-@pytest.mark.parametrize(
-    ("script", "trap", "what", "likely"),
-    [
-        ("nanogpt_like.py", "rate", "rates", "learning rate is not restored"),
-        ("nanogpt_like.py", "generator", "inputs", "manager.register(generator=g)"),
-        ("nanogpt_like.py", "optimizer", "parameters", "optimizer is not managed"),
-        ("nanogpt_like.py", "accumulation", "gradients", "saving=ckpt.SaveOptions(gradients=True)"),
-        ("nanogpt_like.py", "text", "inputs", "generated at random when the program starts"),
-        ("nanogpt_like.py", "average", "losses", "manager.register(name=...)"),
-        ("dcgan_like.py", "enumerate", "order", "manager.enumerate(loader)"),
-        ("dcgan_like.py", "epochs", "extra steps", "manager.epochs(n)"),
-        ("dcgan_like.py", "noise", "nondeterministic", "operating system's entropy"),
-        ("dcgan_like.py", "generator", "inputs", "another model"),
-        ("diffusers_like.py", "average", "losses", "not managed"),
-    ],
-)
+MISTAKES = [
+    ("nanogpt_like.py", "rate", "rates", "learning rate is not restored"),
+    ("nanogpt_like.py", "generator", "inputs", "manager.register(generator=g)"),
+    ("nanogpt_like.py", "optimizer", "parameters", "optimizer is not managed"),
+    ("nanogpt_like.py", "accumulation", "gradients", "saving=ckpt.SaveOptions(gradients=True)"),
+    ("nanogpt_like.py", "text", "inputs", "generated at random when the program starts"),
+    ("nanogpt_like.py", "average", "losses", "manager.register(name=...)"),
+    ("dcgan_like.py", "enumerate", "order", "manager.enumerate(loader)"),
+    ("dcgan_like.py", "epochs", "extra steps", "manager.epochs(n)"),
+    ("dcgan_like.py", "noise", "nondeterministic", "operating system's entropy"),
+    ("dcgan_like.py", "generator", "inputs", "another model"),
+    ("diffusers_like.py", "average", "losses", "not managed"),
+]
+
+
+@pytest.mark.parametrize(("script", "trap", "what", "likely"), cells(MISTAKES, often=MISTAKES[3:9:2]))
 def test_a_planted_mistake_is_found_and_its_cause_is_named(script: str, trap: str, what: str, likely: str) -> None:
     arguments = ("--output_dir", "{root}") if script.startswith("diffusers") else ()
     report = run_script(script, "--trap", trap, *arguments, kills=4 if trap == "epochs" else 1)
@@ -91,7 +95,9 @@ def test_a_planted_mistake_is_found_and_its_cause_is_named(script: str, trap: st
     assert likely in " ".join(str(report).split())
 
 
-@pytest.mark.parametrize("script", SCRIPTS_BY_CAUSE, ids=lambda script: script.__name__)
+@pytest.mark.parametrize(
+    "script", cells(SCRIPTS_BY_CAUSE, often=list(SCRIPTS_BY_CAUSE)[::3]), ids=lambda script: script.__name__
+)
 def test_the_verdict_is_right_and_the_known_cause_is_named(script: Callable[[], None]) -> None:
     known = SCRIPTS_BY_CAUSE[script]
     report = run_script("causes.py", script.__name__)
@@ -111,15 +117,18 @@ def test_a_count_by_enumerate_is_found_to_begin_at_0_again() -> None:
     assert not run_script("habits.py", "enumerated").exact
 
 
-@pytest.mark.parametrize("habit", [habit for habit in HABITS if habit != "enumerated"])
+@pytest.mark.parametrize(
+    "habit", cells((habit for habit in HABITS if habit != "enumerated"), often=["plain", "accumulated", "streamed"])
+)
 def test_a_habit_of_users_resumes_exactly_or_ckpt_itself_says_that_it_does_not(habit: str) -> None:
     report = run_script("habits.py", habit)
     assert not report.failure, str(report)
     assert report.exact or report.named, str(report)
 
 
-def test_ranks_are_compared_each_with_itself() -> None:
-    example, start = str(EXAMPLES / "train_fsdp.py"), killed_under_torchrun
+@pytest.mark.parametrize("start", cells([forked, killed_under_torchrun], often=[forked]))
+def test_ranks_are_compared_each_with_itself(start: Callable[..., tuple[int | None, str]]) -> None:
+    example = str(EXAMPLES / "train_fsdp.py")
     report = check(Program(target=example, arguments=("--epochs", "1"), kills=1, processes=2, start=start))
     assert report.exact, str(report)
 
