@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import Any
 
 _log = logging.getLogger("ckpt")
-_ABSENT = object()
 
 ALL: dict[str, Private] = {}  # every name that has been declared, by its path
 
@@ -41,11 +40,13 @@ class Private:
 
     def of(self, owner: Any, default: Any = None) -> Any:
         """The attribute of an object that has it in all known versions; else what is lost is named, once."""
-        found = getattr(owner, self.name, _ABSENT)
-        if found is not _ABSENT:
-            return found
-        self.tell()
-        return default
+        try:
+            return getattr(owner, self.name)
+        except (
+            AttributeError
+        ):  # a default could not be compared: torch.compile may trace this, and cannot compare all values
+            self.tell()
+            return default
 
     def imported(self) -> Any:
         """The name, as its module has it; None without it, which is named."""

@@ -94,7 +94,14 @@ def _with_closure(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Call
     optimizer.step(closure)
 
 
-@pytest.mark.parametrize("step", [_zeroed_first, _zeroed_last, _zeroed_in_place, _with_closure])
+def _compiled(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], Any]) -> None:
+    """torch.compile traces the hooks of a step too."""
+    optimizer.zero_grad()
+    loss().backward()
+    torch.compile(optimizer.step, backend="eager")()
+
+
+@pytest.mark.parametrize("step", [_zeroed_first, _zeroed_last, _zeroed_in_place, _with_closure, _compiled])
 def test_gradients_that_a_step_has_used_are_not_saved(root: Place, step: Callable[..., None]) -> None:
     model, optimizer = _built(1)
     with ckpt.StateManager(str(root), model=model, optimizer=optimizer, save_every=2) as manager:
