@@ -40,7 +40,7 @@ from ckpt.save.snapshot.snapshots import Snapshots
 from ckpt.save.transaction import SaveRequest
 from ckpt.session_parts import build_mirror, build_preemption, build_registry, connect_loop, meet_ranks
 from ckpt.state import rng
-from ckpt.state.objects import ObjectSource
+from ckpt.state.objects import GivenObjects, ObjectSource
 from ckpt.state.unmanaged import UnmanagedWatch, weakly
 from ckpt.state.unwrap import walked_once
 from ckpt.util.console import say
@@ -59,6 +59,7 @@ class Session:
     def __init__(self, root: Any, source: ObjectSource, options: ManagerOptions) -> None:
         self.options = options
         self.source = source
+        self._may_grow = not isinstance(source, GivenObjects)  # an accelerator prepares objects at any time
         self.keep = source.keep if options.keep is None else options.keep
         seal, self.trust = open_keys(options.signing, sha256=options.saving.sha256)
         self.tiers = options.open_tiers(root)
@@ -132,6 +133,28 @@ class Session:
     def step(self, metrics: _Metrics = None) -> None:
         """Count a step of training, and find out what is due: it is taken at the boundary of the iteration, or now if
         the loop shows none."""
+        if (
+            self.loader.half_loaded is not None
+            or self.loop.is_released
+            or not (self.started and self.saver.owner.is_here)
+        ):
+            self._refuse_step()
+        if self.saver.has_news:  # ranks would learn of an error at different steps: they are told where they meet
+            self.saver.tell(errors=self.ranks.world_size == 1)
+        if self._may_grow:
+            self.registry.refresh()
+        if not self.saver.has_prefaulted:
+            self.prefault()
+        has_boundary = self.loop.stepped()
+        self.unmanaged.stepped()
+        if self.memory is not None:
+            self.memory.stepped(self.loop.progress.step)
+        self.metrics = checked_metrics(metrics) if metrics is not None else {}
+        self._find_due()
+        if not has_boundary:
+            self.take_due()
+
+    def _refuse_step(self) -> None:
         self.require_usable("step()")
         if not self.started:  # loading now would undo the step that was just made
             raise ConfigError(
@@ -139,19 +162,6 @@ class Session:
                 "call manager.resume() before the loop."
             )
         self.loop.refuse_released("step()")
-        if self.ranks.world_size == 1:  # ranks would learn of it at different steps: they are told where they meet
-            self.saver.check()
-        self.registry.refresh()
-        self.prefault()
-        self.saver.reports.deliver()
-        has_boundary = self.loop.stepped()
-        self.unmanaged.stepped()
-        if self.memory is not None:
-            self.memory.stepped(self.loop.progress.step)
-        self.metrics = checked_metrics(metrics)
-        self._find_due()
-        if not has_boundary:
-            self.take_due()
 
     def _find_due(self) -> None:
         """Every rank asks after every step, so that all of them find the same."""
@@ -159,7 +169,7 @@ class Session:
             self.due.add("stop")
         if self.is_save_due():
             self.due.add("save")
-        if self.is_snapshot_due:
+        if self.memory is not None and self.is_snapshot_due:
             self.due.add("snapshot")
         self.loop.is_due = bool(self.due) or self.boundary is not None
 

@@ -61,10 +61,12 @@ class EpochPlan:
 
     def taken(self, reads: int = 1) -> int:
         """The training loop has got the batches of this many reads, or fewer at the end: how many samples they have."""
-        found = [self.ahead.popleft() for _ in range(min(reads, len(self.ahead)))]
-        for _, indices in found:
+        taken = 0
+        for _ in range(min(reads, len(self.ahead))):
+            samples, indices = self.ahead.popleft()
             self.digest.update(indices)
-        return sum(samples for samples, _ in found)
+            taken += samples
+        return taken
 
     def forget(self) -> None:
         """Drop the callbacks: an iterator that is never finished keeps this object alive."""

@@ -60,7 +60,7 @@ class StateLoader:
     pause_staging: Callable[[], AbstractContextManager[None]]
     follow: Callable[[Manifest, Iterable[str], int, Mapping[str, str]], None]
     trust: Trust = field(default_factory=Trust)
-    _half_loaded: str | None = field(default=None, init=False)
+    half_loaded: str | None = field(default=None, init=False)
 
     def load(self, name: str | None, *, strict: bool, verify_before_overwrite: bool) -> Restored | None:
         """Load the checkpoint by that name, or the newest intact one; None if there is none. No save may be running.
@@ -86,19 +86,19 @@ class StateLoader:
                 return None
             parts = choice.ready.finish()
             self._restore_rank_state(choice.ready.reader, choice.ready.notes)
-            self._half_loaded = None
+            self.half_loaded = None
         return self._report(choice, parts, in_own_tiers=selection.tiers is self.locations.tiers)
 
     def refuse_half_loaded(self) -> None:
         """Raise where a load failed half-way: a mixture of two states must be neither trained on nor saved."""
-        if self._half_loaded:
+        if self.half_loaded:
             raise StateError(
-                f"a load of {self._half_loaded} failed half-way, so the objects hold parts of it. Build them anew, and "
+                f"a load of {self.half_loaded} failed half-way, so the objects hold parts of it. Build them anew, and "
                 "a new StateManager for them, or load another checkpoint first."
             )
 
     def _set_half_loaded(self, name: str) -> None:
-        self._half_loaded = name
+        self.half_loaded = name
 
     def _selection(self, name: str | None, request: RestoreRequest) -> Selection[Restoration]:
         locations, name = self.locations.resolve(name, self.ranks)

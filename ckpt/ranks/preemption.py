@@ -115,7 +115,7 @@ class SignalListener:
 
     def listen(self) -> None:
         """Install the handler. Does nothing outside the main thread, or if it is installed."""
-        if threading.current_thread() is threading.main_thread() and self._installed is None:
+        if self._installed is None and threading.current_thread() is threading.main_thread():
             self._previous = signal.getsignal(self.number)
             self._installed = self._handle
             signal.signal(self.number, self._installed)

@@ -168,14 +168,15 @@ class Saver:
         self.read_back = ReadBack(root, read_back)
         self.compared = ComparisonHistory()
         self.reports = SaveReports()
+        self.has_news = False  # for the thread of training: see `tell`
         if root.mirror is not None:
-            root.mirror.on_copied = self.reports.mirrored
+            root.mirror.on_copied = self._note_copied
         self.owner = OwnerProcess()
         self._channel = root.ranks.channel(channel)  # saves run beside whatever else the ranks talk about
         self._queue = SaveQueue()
         self._written: Snapshot | None = None  # of the last save, in memory until the next one
         self.has_saved = False  # or has tried to
-        self._has_prefaulted = False
+        self.has_prefaulted = False
         self._replaced = 0  # saves
 
     @property
@@ -195,8 +196,8 @@ class Saver:
 
         Not while a save uses the memory that there is.
         """
-        if not self._has_prefaulted and not self.busy:
-            self._has_prefaulted = True
+        if not self.has_prefaulted and not self.busy:
+            self.has_prefaulted = True
             self.snapshots.prefault(tensors(), for_devices_only=for_devices_only)
 
     def save(self, request: SaveRequest, *, wait: bool, replace: bool = False, root: RootWriter | None = None) -> None:
@@ -232,6 +233,7 @@ class Saver:
         return detached
 
     def _begin(self, save: SaveTransaction) -> None:
+        self.has_news = True
         try:
             self._queue.add(QueuedSave(save.request.name, lambda: self._carry_out(save), save.discard))
         except Exception:  # not an interrupt: the save may have begun
@@ -311,9 +313,19 @@ class Saver:
         if self.root.ranks.rank == MAIN:
             self.root.settle()
 
-    def check(self) -> None:
-        """Raise the error of the last save, if it has failed and nothing has raised it yet."""
-        self._queue.check()
+    def tell(self, *, errors: bool) -> None:
+        """Deliver the reports of saves behind training, and with `errors` raise the one of a save that failed, once.
+
+        To be called while there `has_news`: from the beginning of such a save on until it was told of.
+        """
+        self.has_news = self.busy  # asked first: a save that ends after this is told of at the next step
+        if errors:
+            self._queue.check()
+        self.reports.deliver()
+
+    def _note_copied(self, id: str) -> None:
+        self.reports.mirrored(id)
+        self.has_news = True
 
     def close(self) -> None:
         """Release snapshot memory and the root, when all copies to the mirror are made.

@@ -39,16 +39,28 @@ def start_time(process: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
+_forks = 0  # between the process that imported this module and this one: to ask for its id at every step takes longer
+
+
+def _note_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
 @dataclass(frozen=True)
 class OwnerProcess:
     """The process that created an object."""
 
     process: int = field(default_factory=os.getpid)
+    forks: int = field(default_factory=lambda: _forks)
 
     @property
     def is_here(self) -> bool:
         """True in that process, False in a forked child of it."""
-        return os.getpid() == self.process
+        return self.forks == _forks
 
     def require(self, call: str) -> None:
         """Raise in a forked child: the call would wait for threads that it does not have, or write without lock."""
