@@ -18,12 +18,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ckpt.data import following
-from ckpt.data.epoch_loaders import EpochLoaders, UnclaimedPositions
-from ckpt.data.following import MakeIterator
-from ckpt.data.loader_info import Loader, keeps_order
+from ckpt.data import loader_info
+from ckpt.data.loader_info import Loader, MakeIterator, keeps_order
 from ckpt.data.progress import Progress
-from ckpt.data.tracked_loader import TrackedLoader
+from ckpt.data.tracked_loader import EpochLoaders, TrackedLoader, UnclaimedPositions
 from ckpt.errors import ConfigError
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.state import samplers
@@ -213,7 +211,7 @@ class Loop:
     def follow_named(self) -> None:
         """Follow the loaders that have a name by now."""
         for loader in () if self.is_released else self._named().values():
-            if following.follow(loader, self):
+            if loader_info.follow(loader, self):
                 self._followed.add(loader)
 
     def takes(self, loader: Loader) -> bool:
@@ -688,7 +686,7 @@ class Loop:
             hook.remove()
         self._hooks = []
         for loader in self._followed:
-            following.unfollow(loader, self)
+            loader_info.unfollow(loader, self)
         self._loaders.release()
         self.is_released = True
 

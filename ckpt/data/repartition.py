@@ -1,18 +1,238 @@
-"""A resume in mid-epoch with another number of ranks or another batch size: the position is converted by samples."""
+"""How an epoch is divided among ranks and into batches, and a resume in its middle where that has changed.
+
+With another number of ranks or another batch size the position is converted by samples: every sample of the epoch is
+seen once, in the remaining order.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
 
-from torch.utils.data import IterableDataset
+import xxhash
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
-from ckpt.data.epoch_layout import Batcher, Layout, batcher_of, distributed_sampler_of, layout_of, saved_layout
+from ckpt.data.batch_digest import index_bytes
 from ckpt.data.loader_info import goes_by_index, keeper_of, size_of, splits
-from ckpt.data.position import Position
-from ckpt.data.remaining_order import ConsumedSamples, RemainingIndices
-from ckpt.state import samplers
+from ckpt.data.progress import Position
+from ckpt.state import rng, samplers
 from ckpt.state.parts import has_state
+
+
+class Batcher(Protocol):
+    """An object that makes batches of what its sampler yields: a batch sampler, or a loader without one."""
+
+    sampler: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Round-robin division of the epoch's global order: pieces of `piece` samples go to the replicas in turn.
+
+    A DistributedSampler has pieces of one sample; Accelerate deals whole batches, or an equal part of each. In every
+    case one step of all replicas takes the next `window` samples of the order, so layouts with the same window have the
+    same global batches: 4 replicas x 8 and 2 x 16 both take the next 32.
+    """
+
+    replicas: int = 1
+    replica: int = 0
+    piece: int = 1
+    batch: int | None = None  # samples that a replica gets at a time; unknown for batches of varying length
+    window: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.replicas} x {self.batch}" if self.replicas > 1 else str(self.batch)
+
+
+def saved_layout(position: Position, now: Layout, ranks: int, *, shared: bool) -> Layout:
+    """The layout that a position was saved with. Earlier versions saved none: then it follows from the counts.
+
+    `now` is that of the same loader for `ranks` ranks; `shared` says whether the ranks share the epoch's samples.
+    """
+    if position.layout:
+        return Layout(**position.layout)
+    full = position.batches and position.samples % position.batches == 0
+    batch = position.samples // position.batches if full else None
+    if position.world_size == ranks:
+        return replace(now, batch=batch, window=batch and batch * now.replicas) if now.piece == 1 else now
+    replicas = position.world_size if shared else 1
+    window = now.window if position.split else batch and batch * replicas
+    return Layout(replicas=replicas, batch=batch, window=window)
+
+
+def layout_of(loader: Any) -> Layout:
+    """The current layout of a loader on this rank."""
+    reader = samplers.reader(loader)
+    batch = _batch_size(reader)
+    if reader is not loader:
+        return _of_accelerate(loader, reader, batch)
+    sampler = distributed_sampler_of(loader)
+    if sampler is None:
+        return Layout(batch=batch, window=batch)
+    replicas = sampler.num_replicas
+    return Layout(replicas=replicas, replica=sampler.rank, batch=batch, window=batch and batch * replicas)
+
+
+def _of_accelerate(loader: Any, reader: Any, batch: int | None) -> Layout:
+    splitter = next((part for part in (reader.batch_sampler, reader.dataset) if hasattr(part, "process_index")), None)
+    splitter = samplers.unwrapped(splitter)
+    if splitter is None:  # one rank reads: alone, or for all
+        ranks = loader.state.num_processes if hasattr(loader, "split_batches") and not loader.split_batches else 1
+        return Layout(batch=batch, window=batch and batch * ranks, piece=batch or 1)
+    replicas, whole = splitter.num_processes, splitter.batch_size
+    if whole is None:
+        return Layout(replicas=replicas, replica=splitter.process_index)
+    batch = whole // replicas if splitter.split_batches else whole
+    window = batch * replicas
+    return Layout(replicas=replicas, replica=splitter.process_index, piece=batch, batch=batch, window=window)
+
+
+def _batch_size(reader: Any) -> int | None:
+    sampler = getattr(reader, "batch_sampler", None)
+    if sampler is None and hasattr(reader, "batch_sampler"):  # a stream, or single samples
+        return reader.batch_size or 1
+    size = getattr(sampler, "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def distributed_sampler_of(loader: Any) -> DistributedSampler[Any] | None:
+    """The DistributedSampler that the loader batches directly. One inside another sampler does not fix the order."""
+    outer = samplers.unwrapped(getattr(loader, "batch_sampler", None))
+    found = samplers.unwrapped(getattr(loader if outer is None else outer, "sampler", None))
+    return found if isinstance(found, DistributedSampler) else None
+
+
+def batcher_of(reader: Any) -> Batcher | None:
+    """The object that batches what its `sampler` yields and nothing else, so that batching can start at any sample;
+    None for a custom batch sampler, which may group samples or have copied the order already."""
+    batcher: Batcher = reader
+    if reader.batch_sampler is None:
+        return batcher
+    batcher = samplers.unwrapped(reader.batch_sampler)
+    while hasattr(batcher, "batch_sampler"):  # Accelerate wraps it in its own
+        batcher = batcher.batch_sampler
+    known = isinstance(batcher, BatchSampler) and type(batcher).__module__.partition(".")[0] in ("torch", "torchdata")
+    return batcher if known else None
+
+
+@dataclass(frozen=True)
+class ConsumedSamples:
+    """What one replica consumed under the earlier layout: `samples` indices after `start`, and their digest."""
+
+    layout: Layout
+    start: int
+    samples: int
+    digest: str
+
+    def agrees(self, order: Sequence[Any]) -> bool:
+        """Whether the order contains what was consumed. Not decidable at its end, where samplers pad."""
+        if not self.digest or len(order) < self.start + self.samples * self.layout.replicas:
+            return True
+        layout = self.layout
+        given = (
+            index
+            for number, index in enumerate(order[self.start :])
+            if number // layout.piece % layout.replicas == layout.replica
+        )
+        return xxhash.xxh3_64_hexdigest(index_bytes(list(itertools.islice(given, self.samples)))) == self.digest
+
+
+@dataclass
+class RemainingIndices:
+    """The order after `start` global samples. Replaces the sampler of `owner`, the batch sampler.
+
+    `advance` must run while the generators are in their state of the epoch's start, because samplers draw from them.
+    With `distributed` the sampler is a DistributedSampler, and this replica gets its share of what is left.
+    """
+
+    owner: Batcher
+    sampler: Any
+    start: int
+    distributed: bool
+    consumed: ConsumedSamples | None = None
+    may_bypass_sampler: bool = False  # a custom owner, which may have copied the order
+    problem: str = ""
+    _used: bool = False
+    _left: Iterable[Any] = field(default_factory=list)
+
+    def advance(self) -> None:
+        if not self.distributed:
+            iterator = iter(self.sampler)
+            consumed = list(itertools.islice(iterator, self.start))
+            self._left = iterator
+        elif is_round_robin(self.sampler):
+            whole = global_order(self.sampler)
+            consumed, self._left = whole[: self.start], self._share(whole[self.start :])
+        else:
+            self._left = itertools.islice(self.sampler, self.start // self.sampler.num_replicas, None)
+            self.problem = (
+                f"{type(self.sampler).__name__} does not give rank r of R the samples r, r+R, ..., so the samples that "
+                "another number of ranks consumed are unknown: samples of this epoch repeat or are missed. Use a plain "
+                "DistributedSampler, or change the number of ranks between epochs."
+            )
+            return
+        if self.consumed is not None and not self.consumed.agrees(consumed):
+            self.problem = (
+                f"{type(self.sampler).__name__} gave another order than before the resume, so samples of this epoch "
+                "repeat or are missed. Give the sampler a generator of its own, or a state_dict."
+            )
+
+    def __iter__(self) -> Iterator[Any]:
+        self._used = True
+        return iter(self._left)
+
+    def __len__(self) -> int:
+        if not self.distributed:
+            return max(0, len(self.sampler) - self.start)
+        left = max(0, len(self.sampler.dataset) - self.start)
+        ranks = self.sampler.num_replicas
+        return int(left // ranks if self.sampler.drop_last else -(-left // ranks))
+
+    def checked(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of a custom batch sampler; `problem` if it never uses its sampler, but has copied the order."""
+        first = list(itertools.islice(batches, 1))
+        if first and not self._used:
+            self.problem = (
+                f"{type(self.owner).__name__} does not iterate over its sampler at the start of an epoch, so it starts "
+                "the epoch anew: samples repeat. Change the number of ranks between epochs."
+            )
+        return itertools.chain(first, batches)
+
+    def _share(self, left: list[int]) -> list[int]:
+        ranks: int = self.sampler.num_replicas
+        total = len(self) * ranks
+        padded = left + (left * (total // max(1, len(left)) + 1))[: max(0, total - len(left))]
+        return padded[self.sampler.rank : total : ranks]
+
+
+def global_order(sampler: DistributedSampler[Any]) -> list[int]:
+    """The order of this epoch over all ranks, without padding."""
+    names = ("num_replicas", "rank", "num_samples", "total_size")
+    kept = {name: getattr(sampler, name) for name in names}
+    size = len(sampler.dataset)  # type: ignore[arg-type]
+    vars(sampler).update(num_replicas=1, rank=0, num_samples=size, total_size=size)
+    try:
+        return list(sampler)
+    finally:
+        vars(sampler).update(kept)
+
+
+def is_round_robin(sampler: DistributedSampler[Any]) -> bool:
+    """Whether rank r of R gets samples r, r + R, ... of the order: torch's class does, a subclass may not."""
+    if type(sampler).__iter__ is DistributedSampler.__iter__:
+        return True
+    before = rng.capture()
+    try:
+        share = list(sampler)
+        rng.restore(before)
+        whole = global_order(sampler)
+    finally:
+        rng.restore(before)
+    expected = whole[sampler.rank :: sampler.num_replicas]
+    return share[: len(expected)] == expected[: len(share)] and abs(len(share) - len(expected)) <= 1
+
 
 _DRAWN = "Augmentations and dropout are drawn per rank and batch, so they differ from an unchanged run"
 

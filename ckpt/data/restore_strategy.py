@@ -12,13 +12,10 @@ from torch.utils.data import DataLoader
 
 from ckpt.data import sampling
 from ckpt.data.batch_digest import Contents, extract
-from ckpt.data.cursor import Cursor
-from ckpt.data.following import MakeIterator
-from ckpt.data.loader_info import batch_size, goes_by_index, only_counts
-from ckpt.data.position import Position
-from ckpt.data.prefetch import Lookahead
-from ckpt.data.remaining_order import RemainingIndices
-from ckpt.data.repartition import Repartition
+from ckpt.data.cursor import Cursor, Lookahead
+from ckpt.data.loader_info import MakeIterator, batch_size, goes_by_index, only_counts
+from ckpt.data.progress import Position
+from ckpt.data.repartition import RemainingIndices, Repartition
 from ckpt.data.sampling import EpochPlan
 from ckpt.errors import ConfigError
 from ckpt.state import rng

@@ -16,7 +16,7 @@ import xxhash
 from torch.utils.data import DataLoader
 
 from ckpt.data.batch_digest import index_bytes
-from ckpt.data.remaining_order import RemainingIndices
+from ckpt.data.repartition import RemainingIndices
 from ckpt.state.samplers import SamplerWrapper, reader
 
 

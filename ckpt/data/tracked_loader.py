@@ -15,20 +15,28 @@ The states of a `TrackedLoader`, which stands for one pass:
   the data can only be read again.
 - in the middle: batches were handed out; `state` is the position after the last of them.
 - done: the epoch is over. Left: the loop ended before that (`break`, an error, a load), and the position is kept.
+
+`EpochLoaders` has the loaders of one epoch, each under its key, and the saved positions that none has claimed yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from typing import Any
+import logging
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping, Sized
+from dataclasses import dataclass, field
+from typing import Any, cast
 
+from torch.utils.data import DataLoader
+
+from ckpt.data import sampling
 from ckpt.data.cursor import Cursor, OnArrival
-from ckpt.data.following import MakeIterator, own_iterator
-from ckpt.data.loader_info import Loader, batches_skipped, goes_by_index, size_of
-from ckpt.data.position import Position
+from ckpt.data.loader_info import Loader, MakeIterator, batches_skipped, goes_by_index, own_iterator, size_of
+from ckpt.data.progress import Position
 from ckpt.data.repartition import Repartition
 from ckpt.data.restore_strategy import RestoreStrategy, choose_strategy
-from ckpt.state import samplers
+from ckpt.ranks.group import Ranks
+from ckpt.state import rng, samplers
 
 
 class TrackedLoader:
@@ -180,3 +188,185 @@ class TrackedLoader:
         if not unseeded and (not position.worn or goes_by_index(reader)):
             return {}
         return {"workers": "they are new processes, and what they draw at random differs from here on"}
+
+
+_log = logging.getLogger("ckpt")
+_PLAIN = "plain."  # begins the keys of loaders that the manager was not given, in checkpoints of earlier versions
+
+
+@dataclass
+class UnclaimedPositions:
+    """Saved positions that no loader has claimed yet: a loader claims its own when it is first iterated over.
+
+    `rewind_rng` restores the global generators as they were saved. What will differ from an uninterrupted run is added
+    to `approximated`.
+    """
+
+    positions: dict[str, Any] = field(default_factory=dict)
+    rewind_rng: Callable[[], None] = lambda: None
+    approximated: dict[str, str] = field(default_factory=dict)
+    reported: bool = False  # `approximated` has been printed: what a later loader adds is printed at once
+    _arrived: bool = False
+
+    def claim(self, key: str, tracked: TrackedLoader) -> dict[str, Any] | None:
+        """Give a loader its saved position, if there is one, and return that."""
+        found = self.key_of(key)
+        saved: dict[str, Any] | None = None if found is None else self.positions.pop(found)
+        if saved is not None:
+            changes = tracked.go_back(saved, self._arrive, self._warn)
+            self.approximated.update({f"{key}.{what}": why for what, why in changes.items()})
+            for what, why in changes.items() if self.reported and tracked.is_first_rank else ():
+                _log.warning("the resumed run is not exact: %s.%s: %s", key, what, why)
+        return saved
+
+    def put_back(self, key: str, saved: dict[str, Any]) -> None:
+        """Let the next pass through such a loader claim the position again, with the generators as they were saved."""
+        self.positions[key] = saved
+        self._arrived = False
+
+    def key_of(self, key: str) -> str | None:
+        """The key under which the position of a loader was saved."""
+        plain = [found for found in self.positions if found.startswith(_PLAIN)]
+        return key if key in self.positions else plain[0] if len(plain) == 1 else None
+
+    def _arrive(self, done: bool, before: dict[str, Any]) -> None:
+        """A loader has reached its position. Of loaders side by side, the first sees the generators as they were saved;
+        the others see what it has drawn since."""
+        if done or not self._arrived:
+            self.rewind_rng()
+            self._arrived = not done
+        else:
+            rng.restore(before)
+
+    def _warn(self, text: str) -> None:
+        self.approximated["data order"] = text
+        _log.warning("%s", text)
+
+
+class EpochLoaders:
+    """The tracked loaders of this epoch by key, and the saved positions that no loader has claimed yet.
+
+    The key is the loader's name, or its number in the epoch: the first, the second. So a loader may be made anew for
+    every epoch, and be iterated over twice in one.
+    """
+
+    def __init__(self, ranks: Ranks, named: Callable[[], Mapping[str, Loader]]) -> None:
+        self.by_key: dict[str, TrackedLoader] = {}
+        self.unclaimed = UnclaimedPositions()
+        self._ranks = ranks
+        self._named = named  # the loaders that have a name, as they are now
+        self._claimed: dict[str, dict[str, Any]] = {}  # positions whose loader has not been iterated over yet
+        self._wrapped: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
+
+    @property
+    def open(self) -> list[TrackedLoader]:
+        """Those that the loop is in the middle of."""
+        return [tracked for tracked in self.by_key.values() if tracked.is_open]
+
+    @property
+    def done(self) -> bool:
+        return all(tracked.done for tracked in self.by_key.values())
+
+    def is_named(self, loader: Loader) -> bool:
+        return any(named is loader for named in self._named().values())
+
+    def over(self, loader: Loader) -> dict[str, TrackedLoader]:
+        """The passes through a loader that have ended, or were left."""
+        return {
+            key: tracked
+            for key, tracked in self.by_key.items()
+            if tracked.loader is loader and not tracked.is_open and not tracked.has_saved_position
+        }
+
+    def drop(self, *dropped: TrackedLoader) -> None:
+        gone = {id(tracked) for tracked in dropped}
+        self.by_key = {key: tracked for key, tracked in self.by_key.items() if id(tracked) not in gone}
+
+    def saved_batches(self, loader: Loader) -> int | None:
+        """How many batches the next pass through a loader skips; none if it has claimed no position."""
+        resumed = (tracked for tracked in self.by_key.values() if tracked.has_saved_position)
+        return next((tracked.batches_handed_out for tracked in resumed if tracked.loader is loader), None)
+
+    def left(self, loader: Loader) -> int:
+        """How many batches the next pass through a loader hands out."""
+        claimed = self.saved_batches(loader)
+        found = self.unclaimed.key_of(self._key(loader))
+        saved = {} if found is None else self.unclaimed.positions[found]
+        return len(cast(Sized, loader)) - (saved.get("batches", 0) if claimed is None else claimed)
+
+    def is_used_up(self, loader: Loader) -> bool:
+        """Whether the position that was saved for a loader is the end of its epoch."""
+        saved = self._claimed.get(self._key(loader)) or {}
+        size = size_of(loader)
+        ended = saved.get("done") or saved.get("exhausted")
+        return bool(ended or (size is not None and saved.get("batches", 0) >= size > 0))
+
+    def next(self, loader: Loader) -> tuple[str, TrackedLoader, dict[str, Any] | None]:
+        """The key and the loader of the next pass, and the saved position that it begins at, if any."""
+        key = self._key(loader)
+        tracked = self.by_key[key] if key in self.by_key else self.add(key, loader)
+        return key, tracked, self._claimed.pop(key, None)
+
+    def add(self, key: str, loader: Loader) -> TrackedLoader:
+        tracked = self.by_key[key] = TrackedLoader(loader, self._ranks.rank, self._ranks.world_size)
+        saved = self.unclaimed.claim(key, tracked)
+        if saved is not None:
+            self._claimed[key] = saved
+        if isinstance(loader, DataLoader):
+            self._wrapped.add(loader)
+        return tracked
+
+    def put_back(self, key: str, tracked: TrackedLoader, saved: dict[str, Any]) -> None:
+        """The pass that claimed a position was no training: let the next pass through such a loader claim it."""
+        self.drop(tracked)
+        self.unclaimed.put_back(key, saved)
+        if self.is_named(tracked.loader):
+            self.add(key, tracked.loader)
+
+    def drop_unread(self) -> dict[str, Loader | None]:
+        """Drop the saved positions that no pass has gone to yet: their keys, and the loaders that had claimed them."""
+        claimed = {key: tracked for key, tracked in self.by_key.items() if tracked.has_saved_position}
+        dropped: dict[str, Loader | None] = {**dict.fromkeys(self.unclaimed.positions)}
+        dropped |= {key: tracked.loader for key, tracked in claimed.items()}
+        self.drop(*claimed.values())
+        self.unclaimed.positions.clear()
+        self._claimed.clear()
+        return dropped
+
+    def state(self) -> dict[str, Any]:
+        """The position of each loader that was read in this epoch, and those that are unclaimed."""
+        return {**self.unclaimed.positions, **{key: tracked.state() for key, tracked in self.by_key.items()}}
+
+    def go_back(self, unclaimed: UnclaimedPositions) -> None:
+        """Let loaders continue from saved positions: named ones claim theirs at once, others when they are read."""
+        self.clear()
+        self.unclaimed = unclaimed
+        for key, loader in self._named().items():
+            if unclaimed.key_of(key) is not None:
+                self.add(key, loader)
+
+    def begins_at(self) -> str:
+        """Where the next pass through each loader begins, for the console."""
+        found = {key: saved.get("batches", 0) for key, saved in self.unclaimed.positions.items()}
+        found |= {key: tracked.batches_handed_out for key, tracked in self.by_key.items() if tracked.has_saved_position}
+        return ", ".join(f"batch {batches} of {key}" for key, batches in found.items())
+
+    def clear(self) -> None:
+        """The epoch is over."""
+        self.by_key, self._claimed = {}, {}
+        self.unclaimed.positions.clear()
+
+    def release(self) -> None:
+        """Give the loaders their own samplers back."""
+        for loader in self._wrapped:
+            sampling.uninstall(loader)
+
+    def _key(self, loader: Loader) -> str:
+        """The key of the next pass through a loader."""
+        name = next((key for key, named in self._named().items() if named is loader), None)
+        again = 0 if name is None else 1
+        key = name or "loader.0"
+        while key in self.by_key and not self.by_key[key].has_saved_position:
+            again += 1
+            key = f"{name or 'loader'}.{again}"
+        return key

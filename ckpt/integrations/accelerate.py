@@ -14,7 +14,7 @@ from ckpt.manager import StateManager
 from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
 from ckpt.ranks.group import MAIN
 from ckpt.root.deletion import set_aside_uncommitted, was_cut_off
-from ckpt.save.elsewhere import writer_at
+from ckpt.save.root_writer import writer_at
 from ckpt.storage import Storage, open_storage, place_of
 
 _log = logging.getLogger("ckpt")

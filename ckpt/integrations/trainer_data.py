@@ -18,9 +18,8 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers import trainer as trainer_module
 
-from ckpt.data import following
-from ckpt.data.following import MakeIterator
-from ckpt.data.loader_info import size_of
+from ckpt.data import loader_info
+from ckpt.data.loader_info import MakeIterator, size_of
 from ckpt.data.loop import Batches
 from ckpt.manager import StateManager
 
@@ -28,7 +27,7 @@ _log = logging.getLogger("ckpt")
 
 
 class TrainerData:
-    """Follows the Trainer's training loader (see `following.Follower`); every pass through it is an epoch.
+    """Follows the Trainer's training loader (see `loader_info.Follower`); every pass through it is an epoch.
 
     `is_exact`: the first pass was continued from a saved position, with the generators of that moment.
     """
@@ -48,7 +47,7 @@ class TrainerData:
 
     def begin(self) -> None:
         """The Trainer has prepared its loader. Of one that is no DataLoader, what reads ahead inside is not known."""
-        if isinstance(self._loader, DataLoader) and following.follow(self._loader, self):
+        if isinstance(self._loader, DataLoader) and loader_info.follow(self._loader, self):
             self._followed = self._loader
 
     def skip(self, loader: Any, batches: int) -> bool:
@@ -80,7 +79,7 @@ class TrainerData:
 
     def release(self) -> None:
         if self._followed is not None:
-            following.unfollow(self._followed, self)
+            loader_info.unfollow(self._followed, self)
         self._leave()
 
     def takes(self, loader: Any) -> bool:

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, SequentialSampler
 
+from ckpt.data.cursor import reads_per_batch
 from ckpt.data.loader_info import goes_by_index, keeper_of, only_counts, size_of
-from ckpt.data.prefetch import reads_per_batch
 from ckpt.errors import DamagedError
 from ckpt.load.reader import CheckpointReader
 from ckpt.ranks.group import Ranks

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 
-from ckpt.data.epoch_loaders import UnclaimedPositions
 from ckpt.data.loop import Loop
 from ckpt.data.progress import Progress
+from ckpt.data.tracked_loader import UnclaimedPositions
 from ckpt.errors import StateError
 from ckpt.formats.checks import damage_reported
 from ckpt.formats.native.manifest import Manifest

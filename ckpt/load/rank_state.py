@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from ckpt.data.epoch_layout import Layout
+from ckpt.data.repartition import Layout
 from ckpt.errors import DamagedError
 from ckpt.state import rng
 from ckpt.state.plain_values import are_plain

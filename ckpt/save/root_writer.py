@@ -7,32 +7,154 @@ import platform
 import threading
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ckpt.errors import ConfigError, ConflictError, NotDurableError, StorageError, VersionError
+from ckpt.errors import CheckpointError, ConfigError, ConflictError, NotDurableError, StorageError, VersionError
 from ckpt.formats.native.manifest import FILE_NAME, LARGEST_SEQUENCE, FileRecord, Manifest
 from ckpt.ranks.consensus import run_on_all_ranks
-from ckpt.ranks.group import Ranks
+from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import Hosts
 from ckpt.root import deletion
-from ckpt.root.catalog import Summary, find
+from ckpt.root.catalog import Index, Overview, Summary, find
 from ckpt.root.commit import Attempt, EarlierFile, WrittenFile, is_committed
 from ckpt.root.folder import ROOT_ITSELF, is_foreign
+from ckpt.root.history import History
+from ckpt.root.lock import lock_root
 from ckpt.root.mirror import MirrorWorker
 from ckpt.root.open import parent_instead
 from ckpt.root.retention import Keep
 from ckpt.root.signing import Seal
-from ckpt.save.held_root import EarlyLock, HeldRoot, adopt, files_of, remove_checkpoint
 from ckpt.shown import shown
 from ckpt.storage import Staging, Storage
 from ckpt.storage.base import LostError
 from ckpt.util.console import format_size, utc_now
 from ckpt.version import __version__
+
+if TYPE_CHECKING:
+    from ckpt.storage.local.one_folder import OneFolder
+
+
+@dataclass
+class EarlyLock:
+    """The lock of a root that is taken before a load, and what the load has listed there: nobody else changes it."""
+
+    lock: ExitStack
+    listed: Overview | None = None
+
+
+@dataclass
+class HeldRoot:
+    """The lock of a root, and what the lock makes certain: the checkpoints that are there, newest first."""
+
+    storage: Storage
+    lock: ExitStack
+    committed: list[Summary]
+    lost: Mapping[str, CheckpointError]  # by name: committed, with no manifest that this ckpt can read
+    index: Index
+    newest: Manifest | None = None  # that this run has committed
+    staged: dict[str, Manifest] = field(default_factory=dict)  # by name: to read one would publish what waits for it
+    replaced: bool = False  # whether the newest took the place of another, which the history must have
+    history: History = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.history = History(self.storage)
+
+    @classmethod
+    def acquire(
+        cls,
+        storage: Storage,
+        mirror: MirrorWorker | None,
+        damaged: Collection[str],
+        on_hold: Callable[[], None] | None = None,
+        early: EarlyLock | None = None,
+    ) -> HeldRoot:
+        """Lock the root and its mirror, and remove what crashed saves left. `damaged` checkpoints are not mirrored.
+
+        Refused if another run holds either of them. `on_hold` is called when both are locked. `early`: the root is
+        locked already.
+        """
+        with early.lock if early else ExitStack() as lock:  # if anything below fails, the root is released
+            if early is None:
+                lock_root(storage, lock)
+            found = deletion.sweep(storage, listed=early.listed if early else None)
+            found.index.update(storage, {summary.name for summary in found.committed})
+            if mirror is not None:
+                mirror.start([summary for summary in found.committed if summary.name not in damaged])
+            if on_hold is not None:
+                on_hold()
+            return cls(storage, lock.pop_all(), found.committed, found.lost, found.index)
+
+    def find(self, name: str) -> Manifest | None:
+        """The committed manifest of that name, if there is one. Any but the newest is read."""
+        known = next((summary for summary in self.committed if summary.name == name), None)
+        if known is None:
+            return None
+        if self.newest is not None and self.newest.id == known.id:
+            return self.newest
+        manifest = find(self.storage, name).manifest
+        if manifest is None or manifest.id != known.id:
+            return None
+        self.history.add(manifest)  # a save of its name may replace it
+        return manifest
+
+    def add(self, manifest: Manifest, version: str | None) -> None:
+        """Record a commit. It replaces an older checkpoint of its name. `version`: of its manifest, if it is known."""
+        summary = Summary.of(manifest)
+        self.newest = manifest
+        if isinstance(self.storage, Staging):
+            self.staged[manifest.name] = manifest
+        for replaced in (known for known in self.committed if known.name == manifest.name):
+            self.history.add(replaced)
+            self.replaced = True
+        self.history.add(manifest)
+        self.committed = [summary, *self._others(manifest.name)]
+        self.index.add(version, summary)
+
+    def discard(self, name: str) -> None:
+        """Record a removal."""
+        self.committed = self._others(name)
+
+    def retain(self, keep: Keep | None, damaged: Collection[str]) -> None:
+        """Remove what is not to be kept; now and then, store what is left for later listings."""
+        if self.replaced:
+            self.history.store(self.committed)
+            self.replaced = False
+        if keep is not None:
+            self.committed = deletion.apply_retention(
+                keep, self.storage, self.committed, damaged, self.staged, self.history
+            )
+            self.staged = {one.name: self.staged[one.name] for one in self.committed if one.name in self.staged}
+        self.index.update(self.storage, {summary.name for summary in self.committed})
+
+    def _others(self, name: str) -> list[Summary]:
+        return [summary for summary in self.committed if summary.name != name]
+
+
+def remove_checkpoint(storage: Storage, held: HeldRoot | None, name: str) -> None:
+    """Remove a checkpoint, unless it is being read. The history of the root keeps what it was."""
+    manifest = find(storage, name).manifest
+    if manifest is not None:
+        (held.history if held else History(storage)).store([manifest])
+        if deletion.remove(storage, manifest) and held:
+            held.discard(name)
+
+
+def files_of(storage: Storage, name: str) -> list[str]:
+    """The paths of all files in the folder of a checkpoint."""
+    return [entry.key.removeprefix(f"{name}/") for entry in storage.list(name)]
+
+
+def adopt(storage: Storage, manifest: Manifest) -> None:
+    """Write the manifest that other hosts have, before the sweep takes this host's files for leftovers."""
+    present = files_of(storage, manifest.name)
+    if FILE_NAME not in present and any(file.path in present for file in manifest.files):
+        storage.write(f"{manifest.name}/{FILE_NAME}", [manifest.to_bytes()])
+
 
 # The environment that manifests record: versions, and the accelerator or processor.
 
@@ -456,3 +578,50 @@ class RootWriter:
         is_mine = self.owns_root and self.held is not None and not isinstance(error, NotDurableError)
         if is_mine and (name not in self._unsure or self.storage.is_local):
             deletion.clean_up_failed(self.storage, name)
+
+
+class ElsewhereWriter(RootWriter):
+    """Writes one checkpoint of a run into a folder that is not directly below its root: counted by nobody.
+
+    It holds the lock of that folder for as long only."""
+
+    storage: OneFolder
+
+    def _refuse_unsafe(self, name: str) -> None:
+        """A fresh start replaces nothing but what this run has saved there itself."""
+        self.has_resumed = self.has_resumed or (self._newest is not None and self._newest.run == self.run)
+        super()._refuse_unsafe(name)
+
+    def _begin(self, attempt: Attempt, paths: list[str]) -> Attempt:
+        older = self.committed_as(attempt.name)
+        if older is not None and older.run != self.run:
+            _log.warning("%s/%s, a checkpoint of another run, is replaced", self.storage.url, attempt.name)
+        return super()._begin(attempt, paths)
+
+
+def writer_at(folder: str, root: RootWriter) -> ElsewhereWriter:
+    """The writer of a checkpoint in a local folder that is not in the root. The next one there does not follow it."""
+    if "://" in folder or root.hosts.separate_roots:
+        why = "it is no local folder" if "://" in folder else "every host has a root of its own"
+        raise ConfigError(
+            f"{folder} is not directly below {root.storage.url}, the root that was attached, and {why}. Give a plain "
+            "name or a folder there, or attach to another root."
+        )
+    if root.ranks.rank == MAIN:
+        _log.info(
+            "%s is outside %s: resume() does not look there, and Keep does not count it", folder, root.storage.url
+        )
+    from ckpt.storage.local.one_folder import OneFolder  # a run that saves into its root alone needs none of it
+
+    return ElsewhereWriter(
+        OneFolder(folder),
+        root.ranks,
+        hosts=root.hosts,
+        numbering=root.numbering,
+        seal=root.seal,
+        run=root.run,
+        parent=root.parent,
+        sequence=root.sequence,
+        has_resumed=root.has_resumed,
+        failed_load=root.failed_load,
+    )

@@ -18,9 +18,8 @@ from ckpt.root.catalog import Overview
 from ckpt.root.commit import SaveReport, SaveReports
 from ckpt.root.lock import lock_root
 from ckpt.save.capture import ComparisonHistory
-from ckpt.save.held_root import EarlyLock
 from ckpt.save.read_back import CommittedFiles, ReadBack
-from ckpt.save.root_writer import RootWriter
+from ckpt.save.root_writer import EarlyLock, RootWriter
 from ckpt.save.snapshot.snapshots import Snapshot, Snapshots
 from ckpt.save.transaction import SaveRequest, SaveTransaction
 from ckpt.storage import Staging
@@ -320,8 +319,12 @@ class Saver:
         """
         self.has_news = self.busy  # asked first: a save that ends after this is told of at the next step
         if errors:
-            self._queue.check()
+            self.check()
         self.reports.deliver()
+
+    def check(self) -> None:
+        """Raise the error of the last save, if it has failed and nothing has raised it yet."""
+        self._queue.check()
 
     def _note_copied(self, id: str) -> None:
         self.reports.mirrored(id)

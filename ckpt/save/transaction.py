@@ -25,10 +25,9 @@ from ckpt.root.catalog import Summary
 from ckpt.root.commit import Attempt, WrittenFile
 from ckpt.save.capture import ComparisonHistory, LiveState
 from ckpt.save.captured_state import CapturedState, with_diverged_state
-from ckpt.save.held_root import HeldRoot
 from ckpt.save.rank_description import RankDescription, SplitDetails, join_details, outlines_match
 from ckpt.save.rank_differences import Verdict, judge, refuse_to_mix
-from ckpt.save.root_writer import RootWriter
+from ckpt.save.root_writer import HeldRoot, RootWriter
 from ckpt.save.snapshot.snapshots import Snapshot, Snapshots
 from ckpt.save.snapshot.tensor_copies import TensorCopies
 from ckpt.storage.local.storage import LocalStorage
