@@ -36,8 +36,8 @@ from ckpt.root.catalog import name_of_step
 from ckpt.root.commit import SaveReport
 from ckpt.root.retention import Keep
 from ckpt.session import Session
-from ckpt.state.find_source import find_source, refuse_unnamed
 from ckpt.state.plain_values import PlainValues
+from ckpt.state.registry import find_source, refuse_unnamed
 from ckpt.state.unwrap import unwrap
 from ckpt.storage import Storage, disk_path
 from ckpt.util.console import html_table, say

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt.compat.torch import SHARDED_TENSOR, process_group_of, root_ranks
+from ckpt.compat.torch import SHARDED_TENSOR, root_ranks
 from ckpt.errors import UnsupportedError
 from ckpt.formats.layout import Box, Layout, Members, among, interned, over_all_ranks
+
+_GROUP = "_ckpt_group"
 
 
 class ShardOutline(NamedTuple):
@@ -65,13 +67,23 @@ def own_layout(tensor: Any) -> Layout:
     """The layout of a sharded tensor over the ranks of its own mesh or process group, which may be some of them."""
     if hasattr(tensor, "device_mesh"):
         return _mesh_layout(tensor.device_mesh, tensor.placements)
-    layout = group_layout(process_group_of(tensor))
+    layout = group_layout(_group_of(tensor))
     expected = layout.holders(tuple(tensor.size()), 0).values()
     for piece in tensor.metadata().shards_metadata:
         box = Box(tuple(piece.shard_offsets), tuple(piece.shard_sizes))
         if box not in expected and not box.is_empty:
             raise ValueError(f"a ShardedTensor of shape {list(tensor.size())} is not divided along dimension 0")
     return layout
+
+
+def over_group(tensor: Any, group: Any) -> Any:
+    """A tensor of FSDP 1, marked with the process group that it is sharded over: its metadata does not say it."""
+    setattr(tensor, _GROUP, group)
+    return tensor
+
+
+def _group_of(tensor: Any) -> Any:
+    return getattr(tensor, _GROUP, None) or torch.distributed.group.WORLD
 
 
 def group_layout(group: Any) -> Layout:
@@ -130,7 +142,7 @@ def gathered(tensor: Any) -> torch.Tensor:
     if hasattr(tensor, "full_tensor"):
         full: torch.Tensor = tensor.full_tensor()
         return full
-    if torch.distributed.get_world_size(process_group_of(tensor)) < torch.distributed.get_world_size():
+    if torch.distributed.get_world_size(_group_of(tensor)) < torch.distributed.get_world_size():
         return _gathered_in_group(tensor)
     whole = torch.empty(tensor.size(), dtype=tensor.dtype)
     tensor.gather(0, whole if torch.distributed.get_rank() == 0 else None)
@@ -139,7 +151,7 @@ def gathered(tensor: Any) -> torch.Tensor:
 
 def _gathered_in_group(tensor: Any) -> torch.Tensor:
     """The same for a ShardedTensor over some of the ranks, which PyTorch's call takes for ranks of all."""
-    group, mine = process_group_of(tensor), local_tensor(tensor)
+    group, mine = _group_of(tensor), local_tensor(tensor)
     count = torch.distributed.get_world_size(group)
     padded = mine.new_zeros((-(-tensor.size()[0] // count), *tensor.size()[1:]))
     padded[: len(mine)] = mine
@@ -161,4 +173,5 @@ def empty_like(tensor: Any, dtype: torch.dtype) -> Any:
     build = SHARDED_TENSOR.of(type(tensor))
     if build is None:
         raise UnsupportedError(SHARDED_TENSOR.without)
-    return build(pieces, sharded_tensor_metadata=metadata, process_group=process_group_of(tensor))
+    group = _group_of(tensor)
+    return over_group(build(pieces, sharded_tensor_metadata=metadata, process_group=group), group)

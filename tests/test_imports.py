@@ -334,6 +334,43 @@ print(*(set(sys.modules) - before))
     assert not loaded.intersection(unwanted)
 
 
+ONLY_SOME_RUNS = [  # what a save and a resume of a plain model in one process do without
+    *(f"ckpt.state.{name}" for name in ("deepspeed", "deepspeed_regroup", "fsdp1", "ddp", "joined", "marked_shards")),
+    *(f"ckpt.state.{name}" for name in ("zero_redundancy", "accelerator", "model_config")),
+    *(f"ckpt.compat.{name}" for name in ("deepspeed", "lightning", "s3fs", "torch_ddp", "transformers")),
+]
+
+
+@pytest.mark.slow
+def test_a_plain_save_and_resume_import_nothing_that_only_other_runs_need(tmp_path: Path) -> None:
+    code = """
+import sys, torch, ckpt
+for _ in range(2):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 2)), batch_size=2, shuffle=True)
+    with ckpt.StateManager("run", model=model, optimizer=optimizer, scheduler=scheduler, dataloader=loader) as manager:
+        restored = manager.resume()
+        for (batch,) in loader:
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            manager.step()
+        manager.save_state(wait=True)
+assert restored
+print(*sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert "ckpt.state.registry" in loaded
+    assert set(ONLY_SOME_RUNS) <= modules().keys()
+    assert loaded.isdisjoint(ONLY_SOME_RUNS)
+
+
 @pytest.mark.slow
 def test_it_saves_and_resumes_where_numpy_is_not_installed(tmp_path: Path) -> None:
     """PyTorch does without it, and so a clean installation has none."""

@@ -8,7 +8,7 @@ import pytest
 
 from tests import weight
 
-PRIVATE_NAMES = 67
+PRIVATE_NAMES = 40
 ARGUMENTS = 15
 CROSSED = {"save": 87, "resume": 100, "steps": 25}
 

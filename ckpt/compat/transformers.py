@@ -22,9 +22,7 @@ def _method(name: str, use: str) -> Private:
 SAVE = _method("_save_checkpoint", "a save of ckpt in place of the Trainer's own")
 LOG_SAVE_EVALUATE = _method("_maybe_log_save_evaluate", "the end of every step, with the loss since the last log")
 LOAD_MODEL = _method("_load_from_checkpoint", "a resume of ckpt in place of the Trainer's own")
-LOAD_SCALER = _method("_load_scaler", "the same")
 LOAD_OPTIMIZER = _method("_load_optimizer_and_scheduler", "the same, when all objects are as training uses them")
-LOAD_RNG = _method("_load_rng_state", "the same, for the generators")
 LOAD_BEST = _method("_load_best_model", "the same, for load_best_model_at_end")
 
 TOTAL_LOSS = Private(
@@ -38,18 +36,6 @@ LAST_LOGGED = Private(
     since="4.56",
     use="logs the first loss after a resume over the same steps as an uninterrupted run",
     without="The first loss that a resumed Trainer logs is over the steps since the resume alone.",
-)
-RUNNING_LOSS = Private(
-    f"{_TRAINER}._tr_loss",
-    since="5.4",
-    use="adds the losses since the last log in the order of an uninterrupted run",
-    without="With gradient accumulation, the first loss that a resumed Trainer logs may differ in its last digits.",
-)
-BATCH_SIZE = Private(
-    f"{_TRAINER}._train_batch_size",
-    since="4.56",
-    use="how many samples a step has, also after auto_find_batch_size",
-    without="ckpt takes the batch size of the arguments, which auto_find_batch_size may have halved.",
 )
 
 # attributes of TRL's trainers, in memory alone
@@ -70,7 +56,6 @@ _TRL = (
     ),
     Private(f"{_GRPO}._metrics", since="0.20", use="metrics since the last log", without=_LOGS),
     Private(f"{_GRPO}._total_train_tokens", since="0.20", use="tokens so far", without=_LOGS),
-    Private(f"{_GRPO}._logs", since="0.20", use="completions since the last log", without=_LOGS),
     Private(f"{_GRPO}._entropy_window_stats", since="0.20", use="entropies since the last log", without=_LOGS),
 )
 OF_THESE_RANKS = ("_buffered_inputs",)  # made again where the number of ranks is another
@@ -81,20 +66,9 @@ def names_of_subclass(trainer: Any) -> list[str]:
     return [one.name for one in _TRL if one.name in vars(trainer)]
 
 
-def batch_size(trainer: Any) -> int:
-    """The samples of a rank's batch."""
-    return int(BATCH_SIZE.of(trainer, trainer.args.train_batch_size))
-
-
 def last_logged(trainer: Any) -> int:
     """The step of the last log."""
     return int(LAST_LOGGED.of(trainer, trainer.state.global_step))
-
-
-def running_loss(trainer: Any) -> Any:
-    """The sum of losses since the last log, before the first step. None if it is added to after that one, when a step
-    of one batch has the same sum."""
-    return RUNNING_LOSS.of(trainer) if trainer.args.gradient_accumulation_steps > 1 else None
 
 
 def continue_log(trainer: Any, since: int, loss: float) -> bool:

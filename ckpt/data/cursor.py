@@ -11,8 +11,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
+from weakref import WeakSet
 
-from ckpt.compat.torch import began_too_early, has_ended, has_workers
+from torch.utils.data import DataLoader
+
+from ckpt.compat.torch import has_ended
 from ckpt.data.batch_digest import Contents, Extract, extract
 from ckpt.data.loader_info import (
     Loader,
@@ -28,7 +31,7 @@ from ckpt.data.progress import Position
 from ckpt.data.repartition import batcher_of, layout_of
 from ckpt.errors import StateError
 from ckpt.state import rng, samplers
-from ckpt.state.load_errors import naming_part
+from ckpt.state.parts import naming_part
 
 
 class Lookahead:
@@ -110,6 +113,8 @@ def reads_per_batch(loader: Any, rank: int) -> int:
 # the loader was taken back to the start of the epoch.
 OnArrival = Callable[[bool, dict[str, Any]], None]
 
+_begun: WeakSet[DataLoader[Any]] = WeakSet()  # loaders that were iterated over before, here
+
 
 class Cursor:
     """The position of a loader on this rank, and the generators, samplers and state that are restored with it.
@@ -153,10 +158,15 @@ class Cursor:
 
     def prepare(self) -> None:
         """Called before an iterator is made."""
+        begun = isinstance(self.reader, DataLoader) and self.reader in _begun
         if not self.has_saved_position:
-            self.position.worn = has_workers(self.reader)
-        if began_too_early(self.reader):
-            self.reader.load_state_dict({})  # Accelerate asked for its state too early, which has made an iterator
+            self.position.worn = begun and self.reader.persistent_workers
+        if not begun and type(self.reader).__name__ == "StatefulDataLoader":
+            self.reader.load_state_dict(
+                {}
+            )  # who has asked for its state before, as Accelerate does, has begun an epoch
+        if isinstance(self.reader, DataLoader):
+            _begun.add(self.reader)
         self._before = rng.capture()
 
     def begin(self) -> None:

@@ -44,7 +44,7 @@ from ckpt.shown import Lines
 from ckpt.state.model import ModelPart, tensors_in
 from ckpt.state.objects import ManagedObjects
 from ckpt.state.parts import TIED_HERE
-from ckpt.state.registry import StateRegistry
+from ckpt.state.registry import StateRegistry, model_part
 from ckpt.state.unwrap import unwrap
 from ckpt.storage import HubStorage, Storage, open_storage, place_of
 from ckpt.storage.hub.download import fetched, unreachable
@@ -308,10 +308,10 @@ def load_model(
         place = run_on_all_ranks(ranks, call, lambda: Place.at(where, options, format))
         if place.is_ours:
             storage, names = run_on_all_ranks(ranks, call, lambda: locate(where, options))
-            return _load_checkpoint(storage, names, ranks, ModelPart(part, model), trust, strict=strict)
+            return _load_checkpoint(storage, names, ranks, model_part(part, model), trust, strict=strict)
         trust.refuse_unsigned(shown)
         skipped: dict[str, str] = run_on_all_ranks(
-            ranks, call, lambda: _load_foreign(place, shown, ModelPart(part, model), ranks.rank, strict=strict)
+            ranks, call, lambda: _load_foreign(place, shown, model_part(part, model), ranks.rank, strict=strict)
         )
     if ranks.rank == MAIN:
         say(f"loaded {part} of {shown}")
@@ -328,7 +328,7 @@ def load_checkpoint_model(
     """
     ranks = find_ranks(place_of(storage), timeout, own_root=may_have_separate_roots(storage, shared=None))
     hosts = find_hosts(ranks, storage, shared=None)
-    request = _model_request(ranks, ModelPart("model", model), strict=True, verify_before_overwrite=True)
+    request = _model_request(ranks, model_part("model", model), strict=True, verify_before_overwrite=True)
     with ranks.working(), gc_paused():
         choice = _choose_and_restore(request, storage, name, hosts, foreign=True, trust=trust)
     restored = restored_from(choice, ("model",))

@@ -63,6 +63,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         self._background = background
         self._savers: dict[str, Saver] = {}
         self._to_remove: list[str] = []  # checkpoints to remove once their replacement is committed
+        self.take: Callable[[dict[str, Any]], None] | None = None  # is given the next checkpoint, which is not written
 
     @staticmethod
     def newest(folder: str | os.PathLike[str]) -> str | None:
@@ -85,6 +86,9 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         """Capture the state and write it. An error of the previous save is raised here."""
         if storage_options is not None:
             raise ConfigError("CkptIO takes no storage_options: the path says where a checkpoint goes.")
+        if self.take is not None:
+            self.take(checkpoint)
+            return
         root, name = _split_path(path)
         self._finish_saves()
         request = request_of(catalog.check_name(name), checkpoint)

@@ -9,7 +9,6 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
-from ckpt.compat.lightning import checkpoint_of
 from ckpt.errors import ConfigError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.integrations.lightning import CkptIO, request_of, verify
@@ -79,9 +78,21 @@ class CkptMemory(Callback):  # type: ignore[misc]
         if self.tier is not None:
             self.tier.stepped(step)
         if step and step % self._options["every"] == 0:
-            checkpoint = checkpoint_of(trainer)  # on every rank
-            if checkpoint is not None and self.tier is not None and self.tier.is_due(step):
+            self._take(trainer, step)
+
+    def _take(self, trainer: Trainer, step: int) -> None:
+        """Let Lightning make a checkpoint, on every rank, and take it into memory where the plugin would write it."""
+
+        def take(checkpoint: dict[str, Any]) -> None:
+            if self.tier is not None and self.tier.is_due(step):
                 self.tier.save(request_of(name_of_step(step), checkpoint), step)
+
+        plugin: CkptIO = trainer.strategy.checkpoint_io
+        plugin.take = take
+        try:
+            trainer.save_checkpoint(name_of_step(step), weights_only=False)
+        finally:
+            plugin.take = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._close(keep=True)

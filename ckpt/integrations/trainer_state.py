@@ -11,7 +11,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import ExportableState, TrainerState
 
-from ckpt.compat.transformers import batch_size, continue_log, last_logged, running_loss
+from ckpt.compat.transformers import continue_log, last_logged
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.restored import Restored
 from ckpt.root.catalog import Summary
@@ -93,27 +93,18 @@ class TrainerPart:
         if "data" in restored.approximated and self._trainer.args.process_index == 0:
             _log.warning("the resumed run is not exact: data: %s", restored.approximated["data"])
 
-    def begin(self) -> None:
-        """Training begins, and the Trainer's sum of losses since the last log is 0."""
-        loss = running_loss(self._trainer) if self._continues else None
-        if loss is not None:
-            self._continue_log(loss)
-
-    def stepped(self, loss: torch.Tensor) -> None:
-        """A step is done. `loss`: the Trainer's sum since the last log."""
-        self.loss = loss
-        if self._continues:
-            self._continue_log(loss)
-
-    def _continue_log(self, loss: torch.Tensor) -> None:
-        """Add what the run before has not logged yet to the sum, so that the next loss is logged over the same steps as
-        in an uninterrupted run. It is left out of this run's mean loss."""
+    def first_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of a batch. To that of the first one, what the run before has not logged yet is added, so that the
+        next loss is logged over the same steps as in an uninterrupted run, and has the same sum to the last digit. It
+        is left out of this run's mean loss."""
+        if not self._continues:
+            return loss
         self._continues = False
         trainer, rank = self._trainer, self._trainer.args.process_index
         mean = sum(self._unlogged) / len(self._unlogged)
         same_ranks = len(self._unlogged) == trainer.args.world_size
-        if continue_log(trainer, self._since, mean):
-            loss += self._unlogged[rank] if same_ranks else mean
+        more = self._unlogged[rank] if same_ranks else mean
+        return more + loss if continue_log(trainer, self._since, mean) else loss
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,15 +140,14 @@ def total_limit(args: TrainingArguments) -> Keep | None:
 
 
 def _samples_in_a_step(trainer: Trainer) -> int:
-    args = trainer.args
-    return int(batch_size(trainer) * args.gradient_accumulation_steps * args.world_size)
+    return int(trainer.get_total_train_batch_size(trainer.args))
 
 
 def _samples_in_a_group(trainer: Trainer) -> int | None:
     """The number of samples for which `group_by_length` finds similar lengths: its order depends on it."""
     args = trainer.args
     grouped = getattr(args, "group_by_length", False) or "length" in str(getattr(args, "train_sampling_strategy", ""))
-    return int(batch_size(trainer) * args.gradient_accumulation_steps) if grouped else None
+    return int(args.train_batch_size * args.gradient_accumulation_steps) if grouped else None
 
 
 def logged_metrics(state: TrainerState) -> dict[str, float]:

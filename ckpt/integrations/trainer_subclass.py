@@ -24,7 +24,6 @@ _log = logging.getLogger("ckpt")
 STATE_FILE = "trainer_state.json"
 _MOST_BYTES = 16_000_000  # of an override's files: they are part of a checkpoint's JSON
 PART = "trainer_subclass"
-_NOT_SAVED = ("images",)  # pictures of a log, which are no state
 
 
 def insert_methods(trainer: Trainer, methods: Mapping[str, Callable[..., Any]]) -> None:
@@ -160,7 +159,7 @@ def beside(trainer: Trainer) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """The same as dicts and lists."""
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items() if key not in _NOT_SAVED}
+        return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple | deque):
         return [_plain(each) for each in value]
     return value

@@ -19,8 +19,6 @@ from ckpt.compat.transformers import (
     LOAD_BEST,
     LOAD_MODEL,
     LOAD_OPTIMIZER,
-    LOAD_RNG,
-    LOAD_SCALER,
     LOG_SAVE_EVALUATE,
     SAVE,
 )
@@ -74,11 +72,13 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         self._push: TrainerPush | None = None
         self._saved: set[str] = set()
         self._told_to_stop = False
+        self._rng_is_due = False  # of a checkpoint that was loaded
 
     def attach(self, trainer: Trainer) -> None:
         """Save and resume this trainer through ckpt."""
         around = {
             "train": self._train,
+            "training_step": self._training_step,
             SAVE.name: self._save,
             LOG_SAVE_EVALUATE.name: self._log_save_evaluate,
         }
@@ -86,9 +86,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         beneath = {  # overrides of these are called, and reach them by super()
             SAVE.name: self._override.reach,
             LOAD_MODEL.name: self._unless_ours(LOAD_MODEL, lambda: None),  # part of _load
-            LOAD_SCALER.name: self._unless_ours(LOAD_SCALER, lambda: None),
             LOAD_OPTIMIZER.name: self._unless_ours(LOAD_OPTIMIZER, self._load),
-            LOAD_RNG.name: self._unless_ours(LOAD_RNG, self._restore_rng),
             LOAD_BEST.name: self._restore_best,
         }
         refuse_unsupported(trainer, around.keys() | beneath.keys())
@@ -119,12 +117,21 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
                 f"{type(self._trainer).__name__}._load_optimizer_and_scheduler does not call super(), so nothing of "
                 f"{self._source.name} was loaded. Call super()._load_optimizer_and_scheduler(checkpoint) there."
             )
-        elif self._part is not None:
-            self._part.begin()
         assert self._data is not None
         self._data.begin()
         self._saved = {found.name for found in catalog.scan(self._storage) if found.committed}
         self._name_the_best(state)
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if args.ignore_data_skip or not (state.epoch or 0) % 1:
+            self._restore_rng()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._restore_rng()  # after the first batches of an epoch that was saved in its middle
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         assert self._manager is not None
@@ -145,7 +152,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
     ) -> TrainOutput:
         if trial is not None:
             raise ConfigError("CkptCallback saves one run, and a hyperparameter search is many. Search without it.")
-        self._told_to_stop = False
+        self._told_to_stop = self._rng_is_due = False
         with ExitStack() as stack:
             stack.push(self._close)
             output_dir = self._trainer.args.output_dir
@@ -222,10 +229,14 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         manager.progress.step = trainer.state.global_step
         return manager
 
+    def _training_step(self, *given: Any, **named: Any) -> torch.Tensor:
+        loss: torch.Tensor = self._own["training_step"](*given, **named)
+        return loss if self._part is None else self._part.first_loss(loss)
+
     def _log_save_evaluate(self, tr_loss: torch.Tensor, *given: Any, **named: Any) -> Any:
         """After the step is logged, evaluated and maybe saved, take it into memory where that is due."""
         if self._part is not None:
-            self._part.stepped(tr_loss)
+            self._part.loss = tr_loss
         result = self._own[LOG_SAVE_EVALUATE.name](tr_loss, *given, **named)
         session = self._manager.session if self._manager is not None else None
         if session is not None and session.memory is not None:
@@ -268,12 +279,13 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         self._data.resumes(same_steps=self._part.has_same_steps)
         self._part.report_data(restored, has_position=self._data.has_position)
         self._source.release()
+        self._rng_is_due = True
 
     def _restore_rng(self) -> None:
         """Put the generators back, unless the data did when it came to its position, and draws from them since."""
-        assert self._manager is not None
-        if self._data is None or not self._data.is_exact:
+        if self._rng_is_due and self._manager is not None and not (self._data is not None and self._data.is_exact):
             self._manager.rewind_rng()
+        self._rng_is_due = False
 
     def _restore_best(self) -> None:
         assert self._manager is not None

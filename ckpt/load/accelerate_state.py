@@ -18,9 +18,9 @@ from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.tensors import narrowed
 from ckpt.load.rank_state import check_rank_state
 from ckpt.root.folder import Folder
-from ckpt.state.deepspeed.engine import KEY
 from ckpt.state.objects import KINDS
 from ckpt.state.optimizer import by_name
+from ckpt.state.parts import ENGINE
 
 CUSTOM = "custom"  # objects of the user's own
 UNKNOWN_PROGRESS = (
@@ -83,7 +83,7 @@ class AccelerateState:
 def kind_of(key: str) -> str:
     """`model` for `model.0`; `custom` for what was registered under a name of its own."""
     head = key.partition(".")[0]
-    return head if head in (*KINDS, KEY) else CUSTOM
+    return head if head in (*KINDS, ENGINE) else CUSTOM
 
 
 def _keyed(found: Mapping[str, Mapping[int, Any]], live: list[str]) -> dict[str, Any]:

@@ -16,9 +16,8 @@ from ckpt.load.reader import CheckpointReader
 from ckpt.ranks.consensus import Result, decide_together, first_of_each
 from ckpt.ranks.group import Ranks
 from ckpt.shown import Lines
-from ckpt.state.load_errors import naming_part
 from ckpt.state.model import ModelPart
-from ckpt.state.parts import TIED_HERE, WHOLE_PART, Part
+from ckpt.state.parts import TIED_HERE, WHOLE_PART, Part, naming_part
 
 
 @dataclass(frozen=True)

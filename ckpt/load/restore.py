@@ -24,15 +24,10 @@ from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.root.file_names import own_key
 from ckpt.state import rng
-from ckpt.state.comm_hooks import KEY as HOOKS
-from ckpt.state.comm_hooks import has_hook_state
-from ckpt.state.deepspeed.parts import PartitionsPart
 from ckpt.state.division import under_all_names
-from ckpt.state.load_errors import naming_part
-from ckpt.state.meta_device import any_on_meta
-from ckpt.state.model import ModelPart
+from ckpt.state.model import ModelPart, any_on_meta
 from ckpt.state.optimizer import OptimizerPart
-from ckpt.state.parts import WHOLE_PART, GradientsPart, Notes, OwnPart, Part, Place
+from ckpt.state.parts import HOOKS, WHOLE_PART, GradientsPart, Notes, OwnPart, Part, Place, naming_part
 from ckpt.state.registry import StateRegistry
 from ckpt.storage import Storage
 
@@ -193,8 +188,8 @@ def _own_parts(reader: CheckpointReader, request: RestoreRequest, notes: Notes) 
     own = request.registry.own_parts_to_load(ranks.rank, reader.own)
     diverged = {own_key(key, ranks.rank) for key in (*reader.parts, *request.registry.parts)}
     for key in sorted(reader.own.keys() - own.keys() - diverged):
-        if key.startswith(f"{HOOKS}-") and not has_hook_state(reader.tree(key)):
-            continue  # buckets alone: nobody misses them where gradients are summed in another way
+        if key.startswith(f"{HOOKS}-") and _has_buckets_alone(reader.tree(key)):
+            continue  # nobody misses them where gradients are summed in another way
         notes.skipped[f"{key.rpartition('-')[0]} (each rank's own)"] = _UNMANAGED
     why = _why_none_of_its_own(manifest, ranks)
     for key, hooks in request.registry.hooks(ranks.rank).items():
@@ -216,13 +211,20 @@ def _own_parts(reader: CheckpointReader, request: RestoreRequest, notes: Notes) 
     return kept
 
 
+def _has_buckets_alone(saved: Any) -> bool:
+    from ckpt.state.ddp import has_hook_state
+
+    return not has_hook_state(saved)
+
+
 def _of_other_ranks(part: OwnPart, reader: CheckpointReader) -> Mapping[str, OwnPart]:
     """Parts that load what the ranks that saved had, where state can be divided anew: partitions of ZeRO."""
     manifest = reader.manifest
-    if not isinstance(part, PartitionsPart) or manifest.origin or manifest.hosts:
+    if manifest.origin or manifest.hosts:
         return {}
     found = part.of_other_ranks(manifest.world_size)
-    reader.read_own(found, manifest.world_size)
+    if found:
+        reader.read_own(found, manifest.world_size)
     return found if found.keys() <= reader.own.keys() else {}
 
 

@@ -28,8 +28,7 @@ from ckpt.save.captured_state import CapturedState, ReplicaTensors, part_values,
 from ckpt.save.checksums import fingerprints
 from ckpt.save.snapshot.tensor_copies import Leaves, TensorCopies
 from ckpt.state.model import ModelPart
-from ckpt.state.parts import Part
-from ckpt.state.replicated import Replication
+from ckpt.state.parts import Part, Replication
 from ckpt.state.unwrap import JoinedModel
 
 _log = logging.getLogger("ckpt")

@@ -10,6 +10,12 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 _STATE, _GROUPS, _NAMES = "state", "param_groups", "params"
+OWN_NAMES = "param_names"  # of an optimizer that was given named parameters, beside `params`: no option
+
+
+def without_own_names(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group without the names of its parameters. The live optimizer has them, and torch keeps these in a load."""
+    return {key: value for key, value in group.items() if key != OWN_NAMES}
 
 
 def united(states: Iterable[Any]) -> dict[str, Any] | None:

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ckpt.compat.torch import own_parameters
 from ckpt.errors import ConfigError, UnsupportedError
 from ckpt.formats.sharded_tensors import ShardOutline, is_sharded
+from ckpt.state.parts import Unmarked
 from ckpt.state.unwrap import modules_in, unwrap
 
 _MARKS = "_ckpt_shards"  # by the name of a parameter in its module: it outlives parameters that are replaced
@@ -117,7 +117,7 @@ def _factored(parameter: Any, key: Any) -> torch.Size:
     return torch.Size(sizes)
 
 
-class MarkedShards:
+class MarkedShards(Unmarked):
     """The marks of the parameters of some models, by the parameters' identities."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -125,7 +125,7 @@ class MarkedShards:
         for model in models:
             for node in modules_in(unwrap(model)):
                 for name, mark in vars(node).get(_MARKS, {}).items():
-                    parameter = own_parameters(node).get(name)
+                    parameter = getattr(node, name, None)
                     if parameter is not None and mark is not None:
                         self._marks[id(parameter)] = mark
 
@@ -136,18 +136,15 @@ class MarkedShards:
         return id(parameter) in self._marks
 
     def whole(self, parameter: Any) -> Any:
-        """A marked parameter as the DTensor that it is a shard of; any other as it is."""
         return self.like(parameter, parameter)
 
     def state_like(self, parameter: Any, key: Any) -> Any:
-        """A tensor with the shape and the sharding of the parameter's state under a key."""
         mark = self._marks.get(id(parameter))
         if mark is None or key not in _FACTORED or parameter.dim() < 2:
             return self.whole(parameter)
         return self.like(parameter, torch.empty(_factored(parameter, key), device=parameter.device), key)
 
     def like(self, parameter: Any, value: Any, key: Any = None) -> Any:
-        """State of a parameter: of a marked one, what has its shape, or is factored, is a shard as the parameter is."""
         mark = self._marks.get(id(parameter))
         if mark is None or not isinstance(value, torch.Tensor):
             return value
@@ -164,7 +161,6 @@ class MarkedShards:
         return mark.around(value)
 
     def in_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A model's state with marked parameters as DTensors; one under several names is one object."""
         if not self._marks:
             return dict(state)
         made = {id(value): self.whole(value) for value in state.values() if self.has(value)}

@@ -1,9 +1,9 @@
-"""Models: their parameters and buffers."""
+"""Models: their parameters and buffers, also of models that are still on the meta device when they are loaded."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,38 +11,31 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ckpt.errors import ConfigError, UnsupportedError
+from ckpt.errors import MismatchError
 from ckpt.formats.layout import Layout, Members
 from ckpt.formats.native.tensor_file import dtype_name
 from ckpt.formats.sharded_tensors import divided, is_sharded, local_tensor
-from ckpt.state import fsdp1
-from ckpt.state.deepspeed import zero3
-from ckpt.state.deepspeed.engine import refuse_bare
-from ckpt.state.deepspeed.parts import refresh
 from ckpt.state.division import without
-from ckpt.state.marked_shards import MarkedShards
-from ckpt.state.meta_device import materialise
-from ckpt.state.model_config import describe
-from ckpt.state.parts import LEFT, TIED_HERE, Notes, Read, SavedTensor
-from ckpt.state.replicated import UNKNOWN, Replication, broadcast_buffers, equal_parameters
-from ckpt.state.unwrap import (
-    JoinedModel,
-    clean_names,
-    is_engine,
-    is_fsdp1,
-    is_partitioned,
-    is_zero3,
-    parameters_in,
-    parts_of,
-    unwrap,
+from ckpt.state.parts import (
+    LEFT,
+    TIED_HERE,
+    UNKNOWN,
+    Notes,
+    Read,
+    Replication,
+    SavedTensor,
+    Unmarked,
+    marks_in,
 )
-
-_FEW = 5
+from ckpt.state.unwrap import clean_names, has_replicas, parameters_in, parts_of, unwrap
 
 
 @dataclass
 class ModelPart:
-    """Parameters and buffers by names without wrappers' prefixes, and the extra state of modules."""
+    """Parameters and buffers by names without wrappers' prefixes, and the extra state of modules.
+
+    Models under FSDP 1 and DeepSpeed have parts of their own: `ckpt/state/registry.py` chooses.
+    """
 
     key: str
     model: nn.Module
@@ -57,31 +50,21 @@ class ModelPart:
     def other_kinds(self) -> tuple[str, ...]:
         return ()
 
-    def __post_init__(self) -> None:
-        refuse_bare(self.key, self.model)
-        if isinstance(self.model, JoinedModel):
-            _refuse_unjoinable(self.key, self.model)
-
     def capture(self) -> dict[str, Any]:
         """The state with the live parameters and buffers. Tied tensors are one object, on every rank."""
-        return zero3.rows(self._state()) if is_zero3(self.model) else self._state()
+        return self._state()
 
     def places(self) -> dict[str, Any]:
         """The tensors to read a state into, before `load` is called with them."""
-        return zero3.empty_rows(self._state()) if is_zero3(self.model) else self._state()
+        return self._state()
 
     def _state(self) -> dict[str, Any]:
-        if is_fsdp1(self.model) and not self._marks():
-            return fsdp1.model_state(self.model)
         module = unwrap(self.model)
         state = module.state_dict(keep_vars=True)
         return self._marks().in_state({clean: state[name] for name, clean in clean_names(module, state).items()})
 
-    def _marks(self) -> MarkedShards:
-        marks = MarkedShards([self.model])
-        if marks and (is_fsdp1(self.model) or is_engine(self.model)):
-            raise UnsupportedError(f"{self.key}: ckpt.mark_sharded goes with fully_shard, not FSDP 1 or DeepSpeed.")
-        return marks
+    def _marks(self) -> Unmarked:
+        return marks_in([self.model])
 
     def frozen(self) -> frozenset[str]:
         """Parameters that do not require gradients, under all their names."""
@@ -94,12 +77,18 @@ class ModelPart:
 
     def about(self, state: Any) -> dict[str, Any]:
         """The configuration from which Hugging Face's tools build such a model, if it has one."""
+        if not {"transformers", "peft"} & sys.modules.keys():
+            return {}
+        from ckpt.state.model_config import describe
+
         return describe(unwrap(self.model), list(tensors_in(state)))
 
     def replication(self, state: Mapping[str, Any], members: Members) -> Replication:
-        equal, broadcast = equal_parameters([self.model], members), broadcast_buffers(self.model, members)
-        if not equal and not broadcast:
+        if not has_replicas([self.model]):
             return UNKNOWN
+        from ckpt.state.ddp import broadcast_buffers, equal_parameters
+
+        equal, broadcast = equal_parameters([self.model], members), broadcast_buffers(self.model, members)
         return Replication(
             frozenset(name for name, value in state.items() if id(value) in equal),
             frozenset(name for name, value in state.items() if id(value) in broadcast),
@@ -118,15 +107,9 @@ class ModelPart:
         return {name: name for name in names if name not in buffers}
 
     def is_sharded(self) -> bool:
-        parameters = parameters_in(unwrap(self.model))
-        divided_by_others = any(is_sharded(value) or is_partitioned(value) for value in parameters)
-        return is_fsdp1(self.model) or divided_by_others or bool(self._marks())
+        return any(map(is_sharded, parameters_in(unwrap(self.model)))) or bool(self._marks())
 
     def layouts(self, members: Members) -> frozenset[Layout]:
-        if is_fsdp1(self.model):
-            return frozenset({fsdp1.layout(self.model, members)})
-        if is_zero3(self.model):
-            return frozenset({zero3.layout()})
         return divided(map(self._marks().whole, unwrap(self.model).parameters()), members)
 
     def check(self, saved: Mapping[str, Any]) -> dict[str, str]:
@@ -168,31 +151,19 @@ class ModelPart:
 
     def materialise(self, filled: Collection[str]) -> None:
         """Give a model on the meta device memory for what is filled; refused where that is not all of it."""
-        if not is_fsdp1(self.model):
-            module = unwrap(self.model)
-            raw = clean_names(module, module.state_dict(keep_vars=True))
-            materialise(self.key, module, [name for name, clean in raw.items() if clean in filled])
+        module = unwrap(self.model)
+        raw = clean_names(module, module.state_dict(keep_vars=True))
+        materialise(self.key, module, [name for name, clean in raw.items() if clean in filled])
 
     def load(self, state: dict[str, Any], left: Collection[str] = ()) -> None:
         """Load a state whose tensors are those of `places`, already filled, except the names in `left`."""
-        if is_fsdp1(self.model):
-            fsdp1.load_model_state(self.model, state)
-            return
         # tensors are filled in place already, and copying one onto itself is free: this is for hooks and extra state
         module = unwrap(self.model)
         live = module.state_dict(keep_vars=True)
         raw = clean_names(module, live)
-        if is_zero3(self.model):
-            zero3.fill(live, {name: state[clean] for name, clean in raw.items() if clean not in left})
         marks = self._marks()  # a marked parameter is filled already, through the DTensor around it
-        there = {
-            name: live[name] if marks.has(live[name]) else state[clean]
-            for name, clean in raw.items()
-            if not is_partitioned(live[name])
-        }
+        there = {name: live[name] if marks.has(live[name]) else state[clean] for name, clean in raw.items()}
         module.load_state_dict(there, strict=False)
-        if is_engine(self.model):
-            refresh(self.model)
 
 
 def _memory(value: Any) -> Any:
@@ -239,15 +210,45 @@ def _fits_when_cast(live: Any, saved: Any) -> bool:
     return tuple(live.size()) == saved.shape and live.dtype != saved.dtype
 
 
-def _refuse_unjoinable(key: str, model: JoinedModel) -> None:
-    """Refuse parts that have a name twice, and those of FSDP 1 and DeepSpeed, whose state is theirs alone."""
-    if is_fsdp1(model) or any(map(is_engine, model.parts)):
-        raise UnsupportedError(f"{key}=ckpt.Joined(...): parts cannot be under FSDP 1 or DeepSpeed. Use fully_shard.")
-    counts = Counter(clean_names(model, model.state_dict(keep_vars=True)).values())
-    twice = [name for name, count in counts.items() if count > 1]
-    if twice:
-        more = f" and {len(twice) - _FEW} more" if len(twice) > _FEW else ""
-        raise ConfigError(
-            f"{key}=ckpt.Joined(...): several parts have the names {', '.join(twice[:_FEW])}{more}. If names begin "
-            'anew in every part, give each a prefix: ckpt.Joined({"stages.3": part}).'
+# -- models on the meta device get memory for what a checkpoint fills --------------------------------------------------
+
+_LISTED = 10
+
+
+def is_on_meta(tensor: Any) -> bool:
+    """Whether a tensor has no memory."""
+    return isinstance(tensor, torch.Tensor) and tensor.device.type == "meta"
+
+
+def any_on_meta(parts: Iterable[Any]) -> bool:
+    """Whether the model of a part has a parameter without memory."""
+    models = (getattr(part, "model", None) for part in parts)
+    return any(is_on_meta(one) for model in models if isinstance(model, nn.Module) for one in model.parameters())
+
+
+def materialise(key: str, module: nn.Module, filled: Collection[str]) -> None:
+    """Give every tensor of a model that has none its memory: a shard where its mesh is, others on the default device.
+
+    They remain the same objects, which an optimizer may hold already. `filled`: the names, as `state_dict` has them, of
+    those that are read from the checkpoint. Refused where others have no memory either: nobody would give them values.
+    """
+    named = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+    empty = {name: tensor for name, tensor in named.items() if is_on_meta(tensor)}
+    ours = {id(named[name]) for name in filled if name in named}
+    left = [name for name, tensor in empty.items() if id(tensor) not in ours]
+    if left:
+        more = f" and {len(left) - _LISTED} more" if len(left) > _LISTED else ""
+        raise MismatchError(
+            f"{key} is on the meta device, and the checkpoint has no values for {', '.join(left[:_LISTED])}{more}. "
+            "Call to_empty(device=...) on the model, give these their values, then load."
         )
+    for tensor in {id(tensor): tensor for tensor in empty.values()}.values():
+        torch.utils.swap_tensors(tensor, _with_memory(tensor))  # type: ignore[no-untyped-call]
+
+
+def _with_memory(tensor: Any) -> Any:
+    device = tensor.device_mesh.device_type if is_sharded(tensor) else torch.get_default_device()
+    found = torch.empty_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(found, requires_grad=tensor.requires_grad)
+    return found.requires_grad_(tensor.requires_grad)

@@ -12,8 +12,7 @@ from torch import nn
 
 from ckpt.errors import ConfigError
 from ckpt.root.retention import Keep
-from ckpt.state.joined import Joined
-from ckpt.state.joined_optimizer import contained_optimizers
+from ckpt.state.unwrap import is_instance
 
 KINDS = ("model", "optimizer", "scheduler", "scaler", "dataloader")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -141,7 +140,11 @@ def named(kind: str, value: Any) -> dict[str, Any]:
 def _without_containers(optimizers: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, optimizer in optimizers.items():
-        inner = contained_optimizers(optimizer)
+        inner: dict[str, Any] = {}
+        if isinstance(getattr(optimizer, "optimizers", None), list | tuple):
+            from ckpt.state.joined import contained_optimizers
+
+            inner = dict(contained_optimizers(optimizer))
         apart = "-" if "." in key else "."
         found |= {f"{key}{apart}{kind}" if len(inner) > 1 else key: joined for kind, joined in inner.items()}
         found |= {} if inner else {key: optimizer}
@@ -151,11 +154,13 @@ def _without_containers(optimizers: Mapping[str, Any]) -> dict[str, Any]:
 def _named(kind: str, value: Any) -> dict[str, Any]:
     if value is None:
         return {}
-    if isinstance(value, Joined):
+    if is_instance(value, "ckpt.state.joined.Joined"):
         return {kind: value.as_one(kind)}
     if isinstance(value, Mapping):
         _refuse_state(kind, value)
         if kind == "optimizer" and any("." in name for name in value if isinstance(name, str)):
+            from ckpt.state.joined import Joined
+
             return {kind: Joined(value).as_one(kind)}
         return {f"{kind}.{_checked(name)}": item for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -3,34 +3,54 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from ckpt.errors import UnsupportedError
 from ckpt.formats.layout import Layout, Members
 from ckpt.formats.sharded_tensors import divided, empty_like, is_sharded, local_tensor
 from ckpt.formats.tensors import Unsharded
-from ckpt.state import division, fsdp1
-from ckpt.state.joined_optimizer import JoinedOptimizer, without_names
-from ckpt.state.marked_shards import MarkedShards
-from ckpt.state.parts import TIED_HERE, Notes, Place, Read, SavedTensor
-from ckpt.state.replicated import Replication, equal_parameters
-from ckpt.state.torch_objects import unusable_states
-from ckpt.state.unwrap import clean_names, is_fsdp1, parameter_names, unwrap, without_checkpointing
+from ckpt.state import division
+from ckpt.state.division import without_own_names
+from ckpt.state.parts import (
+    TIED_HERE,
+    UNKNOWN,
+    Notes,
+    Place,
+    Read,
+    Replication,
+    SavedTensor,
+    Unmarked,
+    marks_in,
+    unusable_states,
+)
+from ckpt.state.unwrap import (
+    clean_names,
+    has_replicas,
+    is_instance,
+    parameter_names,
+    unwrap,
+    without_checkpointing,
+)
+
+if TYPE_CHECKING:
+    from ckpt.state.joined import JoinedOptimizer
 
 # Optimizers around others: Accelerate's, and torch's PostLocalSGDOptimizer, which averages the weights of ranks.
 
 
 def is_local_sgd(optimizer: Any) -> bool:
-    """Whether this is a PostLocalSGDOptimizer. Imports nothing: a live one has imported its module."""
-    module = sys.modules.get("torch.distributed.optim.post_localSGD_optimizer")
-    return module is not None and isinstance(optimizer, module.PostLocalSGDOptimizer)
+    """Whether this is a PostLocalSGDOptimizer."""
+    return is_instance(optimizer, "torch.distributed.optim.post_localSGD_optimizer.PostLocalSGDOptimizer")
+
+
+def is_joined(optimizer: Any) -> bool:
+    """Whether this is a `JoinedOptimizer`, which has others in its `optimizers`."""
+    return is_instance(optimizer, "ckpt.state.joined.JoinedOptimizer")
 
 
 def stepping(optimizer: Any) -> Any:
@@ -44,7 +64,7 @@ def stepping(optimizer: Any) -> Any:
 
 def class_of(optimizer: Any) -> str:
     """The class that a saved state fits: `AdamW`, or `PostLocalSGDOptimizer(AdamW)`, which has a counter beside it."""
-    name = optimizer.kind if isinstance(optimizer, JoinedOptimizer) else type(optimizer).__name__
+    name = optimizer.kind if is_joined(optimizer) else type(optimizer).__name__
     return f"{name}({class_of(optimizer.optim)})" if is_local_sgd(optimizer) else name
 
 
@@ -65,6 +85,11 @@ class OptimizerPart:
     @property
     def kind(self) -> str:
         return class_of(self.optimizer)
+
+    @property
+    def managed(self) -> Any:
+        """The optimizer that the user has."""
+        return self.optimizer
 
     @property
     def other_kinds(self) -> tuple[str, ...]:
@@ -98,11 +123,15 @@ class OptimizerPart:
 
     def replication(self, state: Any, members: Members) -> Replication:
         """Equal parameters and gradients give equal optimizer state."""
+        if not has_replicas(self.models.values()):
+            return UNKNOWN
+        from ckpt.state.ddp import equal_parameters
+
         equal = equal_parameters(self.models.values(), members)
         return Replication(all_equal=bool(equal) and all(id(parameter) in equal for parameter in self._parameters()))
 
     def names(self) -> frozenset[str] | None:
-        if not self.can_be_sharded or self._fsdp1() is not None:
+        if not self.can_be_sharded:
             return None
         names = frozenset(self._names().values())
         return None if any(name.startswith("@") for name in names) else names | self._other_names().keys()
@@ -115,27 +144,21 @@ class OptimizerPart:
 
     def is_sharded(self) -> bool:
         marks = self._marks()
-        return self._fsdp1() is not None or any(is_sharded(one) or marks.has(one) for one in self._parameters())
+        return any(is_sharded(one) or marks.has(one) for one in self._parameters())
 
     def layouts(self, members: Members) -> frozenset[Layout]:
-        model = self._fsdp1()
-        if model is not None:
-            return frozenset({fsdp1.layout(model, members)})
         return divided(map(self._marks().whole, self._parameters()), members)
 
-    def _marks(self) -> MarkedShards:
-        return MarkedShards(self.models.values())
+    def _marks(self) -> Unmarked:
+        return marks_in(self.models.values())
 
     def capture(self) -> dict[str, Any]:
-        model = self._fsdp1()
-        if model is not None:
-            return fsdp1.optimizer_state(model, self._single)
         names = self._names()
         raw = self.optimizer.state_dict()
         held = self._with_shards(raw["state"])
         state = {names[index] if isinstance(index, int) else index: value for index, value in held.items()}
         groups = [
-            {**without_names(group), "params": [names[index] for index in group["params"]]}
+            {**without_own_names(group), "params": [names[index] for index in group["params"]]}
             for group in raw["param_groups"]
         ]
         extra = {key: value for key, value in raw.items() if key not in ("state", "param_groups")}
@@ -148,9 +171,6 @@ class OptimizerPart:
         saved_groups = [group["params"] for group in saved["param_groups"]]
         if len(self.optimizer.param_groups) != len(saved_groups):
             return {"param_groups": f"{len(saved_groups)} in the checkpoint, {len(self.optimizer.param_groups)} here"}
-        model = self._fsdp1()
-        if model is not None and fsdp1.is_flat(model):
-            return {}  # flat parameters have no names to compare
         names = self._names()
         numbered = self.optimizer.state_dict()["param_groups"]
         live_groups = [[names[index] for index in group["params"]] for group in numbered]
@@ -158,8 +178,7 @@ class OptimizerPart:
         for index, (live, old) in enumerate(zip(live_groups, saved_groups, strict=True)):
             unfit |= _group_misfits(f"param_groups[{index}]", live, old)
         unfit |= unusable_states(self.optimizer, saved["state"])
-        comparable = self.optimizer.state and model is None  # FSDP 1 holds its state as flat tensors
-        return unfit | (self._misshapen(saved["state"], names) if comparable else {})
+        return unfit | (self._misshapen(saved["state"], names) if self._live_state() else {})
 
     def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
         notes.skipped.update({f"{self.key}.{name}": why for name, why in unfit.items()})
@@ -177,16 +196,15 @@ class OptimizerPart:
         values = self._named(values)
         for name in copied:  # or one would be stepped twice
             values["state"][name] = {key: _clone(value) for key, value in values["state"][name].items()}
-        model = self._fsdp1()
-        if model is not None:
-            fsdp1.load_optimizer_state(model, self._single, values)
-            return
+        self._set_state(values, unfit)
+
+    def _set_state(self, values: Any, unfit: Mapping[str, str]) -> None:
         state = {name: value for name, value in values["state"].items() if f"state.{name}" not in unfit}
         indices = {name: index for index, name in self._names().items()}
         known = self._of_this_rank({indices[name]: value for name, value in state.items() if name in indices})
         live = self.optimizer.state_dict()["param_groups"]
         groups = [
-            {**without_names(saved_group), "params": mine["params"]}
+            {**without_own_names(saved_group), "params": mine["params"]}
             for saved_group, mine in zip(values["param_groups"], live, strict=True)
         ]
         extra = {key: value for key, value in values.items() if key not in ("state", "param_groups")}
@@ -225,7 +243,7 @@ class OptimizerPart:
         Otherwise, state of the parameter's shape gets the parameter's device and sharding.
         """
         parameters = self._parameters_by_name()  # once: it walks all models
-        state: Mapping[Any, Any] = {} if self._fsdp1() is not None else self.optimizer.state
+        state = self._live_state()
         marks = self._marks()
         owners: dict[
             str, tuple[Any, Any]
@@ -247,10 +265,11 @@ class OptimizerPart:
 
         return find
 
+    def _live_state(self) -> Mapping[Any, Any]:
+        """The state of parameters as it is now, if it can be compared with, or read into, by parameter."""
+        return self.optimizer.state
+
     def _parameters_by_name(self) -> dict[str, Any]:
-        model = self._fsdp1()
-        if model is not None:
-            return fsdp1.model_state(model)
         numbered = {nameless(index): parameter for index, parameter in enumerate(self._parameters())}
         return numbered | dict(zip(self._names().values(), self._parameters(), strict=True))
 
@@ -263,8 +282,6 @@ class OptimizerPart:
 
     def _other_names(self) -> dict[str, str]:
         """The further names of tied parameters, each with the first one, which their state has here."""
-        if self._fsdp1() is not None:
-            return {}  # PyTorch's calls have names of their own
         mine, first, others = set(map(id, self._parameters())), dict[int, str](), dict[str, str]()
         for key, model in self.models.items():
             module = unwrap(model)
@@ -285,15 +302,6 @@ class OptimizerPart:
             for name, first in twice.items()
             if not _equal(state.get(name), state.get(first), marks.whole(parameters[first]))
         }
-
-    @property
-    def _single(self) -> torch.optim.Optimizer:
-        if isinstance(self.optimizer, JoinedOptimizer):
-            raise UnsupportedError(f"{self.key}=ckpt.Joined(...): FSDP 1 has one optimizer. Use fully_shard.")
-        return self.optimizer
-
-    def _fsdp1(self) -> nn.Module | None:
-        return next((model for model in self.models.values() if is_fsdp1(model)), None)
 
     def _keep_dtypes(self, saved: Mapping[int, Any]) -> None:
         """Undo the cast of `load_state_dict` to the parameter's dtype: fp32 moments of bf16 weights would lose bits."""

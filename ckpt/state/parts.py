@@ -7,21 +7,22 @@ of all parts have been read, the function that `restore` returned loads the rest
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 import torch
-from torch import nn
+from torch import nn, optim
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, MultiplicativeLR, SequentialLR
 
-from ckpt.errors import UnsupportedError
+from ckpt.errors import CkptError, StateError, UnsupportedError
 from ckpt.formats.layout import Layout, Members
 from ckpt.formats.sharded_tensors import empty_like, is_sharded, local_tensor
-from ckpt.state.joined import JoinedState
 from ckpt.state.objects import Stateful
-from ckpt.state.replicated import UNKNOWN, Replication
-from ckpt.state.torch_objects import problem_with
-from ckpt.state.unwrap import clean_name, gradients, is_engine, is_fsdp1, unwrap
+from ckpt.state.unwrap import clean_name, gradients, is_engine, is_fsdp1, is_instance, unwrap
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ Place = Callable[[SavedTensor], Any]  # the tensor to read a saved one into; Non
 LEFT: Final[Any] = object()
 WHOLE_PART: Final = "\0whole part"  # the key of a misfit that concerns the part itself: no state has a NUL in a key
 TIED_HERE: Final = "with which it is tied here"  # of names of one tensor that have several values in a checkpoint
+HOOKS: Final = "comm_hooks"  # the key of DDP's communication hooks
+ENGINE: Final = "deepspeed"  # that of an engine
 
 
 class Read(Protocol):
@@ -67,6 +70,30 @@ class Notes:
 def has_state(value: Any) -> bool:
     """Whether an object has `state_dict` and `load_state_dict`."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+@dataclass(frozen=True)
+class Replication:
+    """Which plain tensors of a part are known to be replicated, by name. All others are compared in full at every save,
+    and each rank keeps a copy of its own until then."""
+
+    equal: frozenset[str] = frozenset()  # equal on every rank: compared by their fingerprints
+    broadcast: frozenset[str] = frozenset()  # overwritten by rank 0's before they are used: never compared
+    all_equal: bool = False
+    of_main: bool = False  # only rank 0's state counts, as the object itself declares: never compared
+
+    def is_equal(self, name: str) -> bool:
+        return self.all_equal or name in self.equal
+
+    def is_uncertain(self, name: str) -> bool:
+        return not (self.of_main or self.is_equal(name) or name in self.broadcast)
+
+    def distrusted(self) -> Replication:
+        """The same, where some of what should be equal was found to differ: none of it counts as equal any more."""
+        return replace(self, equal=frozenset(), all_equal=False)
+
+
+UNKNOWN = Replication()
 
 
 class Part(Protocol):
@@ -130,6 +157,9 @@ class OwnPart(Part, Protocol):
     def missed(self, why: str, notes: Notes, *, strict: bool) -> None:
         """The checkpoint has none for this rank: note the consequence, or raise if `strict` forbids it."""
 
+    def of_other_ranks(self, saved_by: int) -> Mapping[str, OwnPart]:
+        """Parts that load what another number of ranks saved, by their keys; none if that cannot be divided anew."""
+
 
 class UnshardedPart:
     """Defaults of a part that is saved in full by a single rank."""
@@ -139,6 +169,9 @@ class UnshardedPart:
         return ()
 
     for_any_ranks: bool = False
+
+    def of_other_ranks(self, saved_by: int) -> Mapping[str, OwnPart]:
+        return {}
 
     def frozen(self) -> frozenset[str]:
         return frozenset()
@@ -231,7 +264,9 @@ class ObjectPart(UnshardedPart):
 
     @property
     def _first(self) -> Stateful:
-        return self.value.objects[0] if isinstance(self.value, JoinedState) else self.value
+        joined: Any = self.value
+        first: Stateful = joined.objects[0] if is_instance(joined, "ckpt.state.joined.JoinedState") else joined
+        return first
 
     def capture(self) -> Any:
         return self.value.state_dict()
@@ -246,3 +281,111 @@ class ObjectPart(UnshardedPart):
     def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
         values = read()
         return lambda: self.value.load_state_dict(values())
+
+
+@dataclass
+class RankObjectPart(ObjectPart):
+    """An object that every rank saves, and restores, for itself, whatever the number of ranks (`per_rank=True`)."""
+
+    for_any_ranks: bool = True
+
+    @property
+    def name(self) -> str:
+        """The name that it was registered under: the key has this rank's number after it."""
+        return self.key.rpartition("-")[0]
+
+    def missed(self, why: str, notes: Notes, *, strict: bool) -> None:
+        notes.approximated[self.name] = f"{why}: this rank is new, and its {self.kind} keeps the state that it has"
+
+
+@contextmanager
+def naming_part(key: str) -> Iterator[None]:
+    """Turns an error of a managed object, of whatever class, into a `StateError` that names its part."""
+    try:
+        yield
+    except CkptError:
+        raise
+    except Exception as error:
+        raise StateError(f"{key} did not take its state back: {type(error).__name__}: {error}") from error
+
+
+class Unmarked:
+    """Parameters that `ckpt.mark_sharded` has not marked: each is what it is."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def has(self, parameter: Any) -> bool:
+        return False
+
+    def whole(self, parameter: Any) -> Any:
+        """A marked parameter as the DTensor that it is a shard of; any other as it is."""
+        return parameter
+
+    def state_like(self, parameter: Any, key: Any) -> Any:
+        """A tensor with the shape and the sharding of the parameter's state under a key."""
+        return parameter
+
+    def like(self, parameter: Any, value: Any, key: Any = None) -> Any:
+        """State of a parameter: of a marked one, what has its shape, or is factored, is a shard as the parameter is."""
+        return value
+
+    def in_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A model's state with marked parameters as DTensors; one under several names is one object."""
+        return dict(state)
+
+
+def marks_in(models: Iterable[nn.Module]) -> Unmarked:
+    """What `ckpt.mark_sharded` says about the parameters of models. Who has called it has imported its module."""
+    module = sys.modules.get("ckpt.state.marked_shards")
+    found: Unmarked = Unmarked() if module is None else module.MarkedShards(models)
+    return found
+
+
+# -- states that PyTorch's optimizers, schedulers and scalers would not accept: found before live tensors change -------
+
+_SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_WITH_STEPS = (  # these look for it in the first state that they are given
+    optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam, optim.RMSprop,
+    optim.Rprop,
+)  # fmt: skip
+_LISTS = {
+    LambdaLR: "lr_lambdas",
+    MultiplicativeLR: "lr_lambdas",
+    SequentialLR: "_schedulers",
+    ChainedScheduler: "_schedulers",
+}
+
+
+def problem_with(live: Any, saved: Any) -> str:
+    """Why a scheduler or scaler cannot have this state; empty if it can, or is none of PyTorch's own."""
+    if type(live).__name__ == "AcceleratedScheduler":
+        live = live.scheduler  # which it passes its state on to
+    if not isinstance(live, LRScheduler | ChainedScheduler | GradScaler) or not _loads_as_torch_does(live):
+        return ""
+    if not isinstance(saved, Mapping) or not all(isinstance(key, str) for key in saved):
+        return f"no state of a {type(live).__name__}"
+    if isinstance(live, GradScaler):
+        odd = [key for key in _SCALER if not isinstance(saved.get(key), int | float)] if saved else []
+    else:
+        lists = [key for kind, key in _LISTS.items() if isinstance(live, kind)]
+        odd = [key for key in lists if not isinstance(saved.get(key), list | tuple)]
+    return f"no state of a {type(live).__name__}: {', '.join(odd)} missing or of another kind" if odd else ""
+
+
+def unusable_states(live: Any, saved: Mapping[str, Any]) -> dict[str, str]:
+    """Which states of parameters an optimizer cannot have, and why; none if it is not of PyTorch's own kinds."""
+    if not isinstance(live, optim.Optimizer) or not str(type(live).__module__).startswith("torch.optim"):
+        return {}
+    unfit = {}
+    for name, state in saved.items():
+        if not isinstance(state, Mapping):
+            unfit[f"state.{name}"] = f"no state of {type(live).__name__}"
+        elif isinstance(live, _WITH_STEPS) and "step" not in state:
+            unfit[f"state.{name}"] = f"no state of {type(live).__name__}: step is missing"
+    return unfit
+
+
+def _loads_as_torch_does(live: Any) -> bool:
+    """Whether its class has not a `load_state_dict` of its own, which may accept anything."""
+    return str(type(live).load_state_dict.__module__).startswith("torch.")

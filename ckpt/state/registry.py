@@ -1,9 +1,14 @@
-"""The registry of managed objects: parts and random generators by key."""
+"""The registry of managed objects: where a manager finds them, and the part that knows the state of each.
+
+What only some runs have (DeepSpeed, FSDP 1, DDP, an accelerator, ...) is recognised by what the process has imported,
+and its module is imported where a part of its kind is built: here.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,22 +21,19 @@ from ckpt.formats.sharded_tensors import is_sharded, local_tensor
 from ckpt.formats.tensors import device_obstacle
 from ckpt.state import rng
 from ckpt.state.accumulation import Windows, holds_unsharded, obstacle
-from ckpt.state.comm_hooks import KEY as HOOKS
-from ckpt.state.comm_hooks import HooksPart, is_hook_state
-from ckpt.state.deepspeed.engine import KEY, engines_in, is_partitioned, refuse_some_ranks, with_engines
-from ckpt.state.deepspeed.parts import EnginePart, PartitionsPart
-from ckpt.state.joined_optimizer import JoinedOptimizer
 from ckpt.state.model import ModelPart
-from ckpt.state.objects import KINDS, ManagedObjects, Stateful, is_part_name
-from ckpt.state.optimizer import OptimizerPart, stepping
-from ckpt.state.parts import GradientsPart, ObjectPart, OwnPart, Part, has_state
+from ckpt.state.objects import KINDS, GivenObjects, ManagedObjects, ObjectSource, Stateful, is_part_name
+from ckpt.state.optimizer import OptimizerPart, is_joined, stepping
+from ckpt.state.parts import ENGINE, HOOKS, GradientsPart, ObjectPart, OwnPart, Part, RankObjectPart, has_state
 from ckpt.state.plain_values import PlainValues, is_plain
-from ckpt.state.rank_objects import RankObjectPart
-from ckpt.state.unwrap import has_ddp
-from ckpt.state.zero_redundancy import ZeroRedundancyPart, is_zero_redundancy
+from ckpt.state.unwrap import has_ddp, is_engine, is_fsdp1, is_instance
 from ckpt.util.checked_json import joined
 
-RESERVED = (*KINDS, "custom", "rng", "generators", "loaders", "gradients", HOOKS, KEY, "state", "manifest", "values")
+if TYPE_CHECKING:
+    from ckpt.state.ddp import HooksPart
+    from ckpt.state.deepspeed import EnginePart
+
+RESERVED = (*KINDS, "custom", "rng", "generators", "loaders", "gradients", HOOKS, ENGINE, "state", "manifest", "values")
 
 _IN_WINDOW = "saved in the middle of an accumulation window"
 _WITHOUT = "the next update is made without them"
@@ -74,11 +76,9 @@ class StateRegistry:
         if found is self._found or found.identities() == self._found.identities():
             return
         _refuse_unmanageable({**found.models, **found.optimizers, **found.others, **found.custom})
-        engines = {key: self._engine_part(key, engine) for key, engine in engines_in(found.models).items()}
-        if self._members is not None:
-            refuse_some_ranks(engines, self._members)
+        engines, others = self._engine_parts(found)
         engine_parts = {part.key: part for part in engines.values()}
-        parts = {**_found_parts(with_engines(found)), **engine_parts, **self._registered}
+        parts = {**_found_parts(others), **engine_parts, **self._registered}
         known = self._hookable
         self._found, self.models, self._engines = found, found.models, engines
         self.parts = {key: part for key, part in parts.items() if key not in found.left_out}
@@ -94,10 +94,11 @@ class StateRegistry:
     def optimizers_by_key(self) -> dict[str, torch.optim.Optimizer]:
         found: dict[str, torch.optim.Optimizer] = {}
         for key, part in self.parts.items():
-            if isinstance(part, OptimizerPart) and isinstance(part.optimizer, JoinedOptimizer):
-                found |= {f"{key}[{number}]": inner for number, inner in enumerate(part.optimizer.optimizers)}
+            if isinstance(part, OptimizerPart) and is_joined(part.optimizer):
+                inner: list[torch.optim.Optimizer] = getattr(part.optimizer, "optimizers", [])
+                found |= {f"{key}[{number}]": optimizer for number, optimizer in enumerate(inner)}
             elif isinstance(part, OptimizerPart):
-                found[key] = part.outer if isinstance(part, ZeroRedundancyPart) else stepping(part.optimizer)
+                found[key] = stepping(part.managed)
         return found
 
     def registered(self) -> list[Stateful]:
@@ -114,9 +115,18 @@ class StateRegistry:
         """The objects on which step hooks can be registered."""
         return [*self.optimizers, *(engine for engine in self._engines.values() if engine.stepped is not None)]
 
-    def _engine_part(self, key: str, engine: Any) -> EnginePart:
-        known = self._engines.get(key)
-        return known if known is not None and known.engine is engine else EnginePart(_engine_key(key), engine)
+    def _engine_parts(self, found: ManagedObjects) -> tuple[dict[str, EnginePart], ManagedObjects]:
+        """A part for every engine of DeepSpeed, and the objects without what the engines have of their own."""
+        engines = {key: model for key, model in found.models.items() if is_engine(model)}
+        if not engines:
+            return {}, found
+        from ckpt.state import deepspeed
+
+        if self._members is not None:
+            deepspeed.refuse_some_ranks(engines, self._members)
+        known = {key: part for key, part in self._engines.items() if part.engine is engines.get(key)}
+        new = {key: deepspeed.EnginePart(_engine_key(key), engine) for key, engine in engines.items()}
+        return new | known, deepspeed.with_engines(found, engines)
 
     def model_part(self, key: str) -> ModelPart:
         """The part of the model with this key."""
@@ -145,9 +155,7 @@ class StateRegistry:
         """The parts that a rank saves for itself at any time."""
         parts: dict[str, OwnPart] = self._gradients_part(rank) if self._gradients else {}
         for engine in self._engines.values():
-            if is_partitioned(engine.engine):
-                key = f"{engine.key}-{rank:05d}"
-                parts[key] = PartitionsPart(key, engine.engine)
+            parts |= engine.own_parts(rank)
         named = {f"{name}-{rank:05d}": value for name, value in self._per_rank.items()}
         return {**parts, **{key: RankObjectPart(key, value) for key, value in named.items()}}
 
@@ -179,14 +187,14 @@ class StateRegistry:
         """The part of DDP's communication hooks, whose state a checkpoint may lack."""
         if not has_ddp(self.models.values()):
             return {}
-        from ckpt.state.comm_hooks import saved_hooks
+        from ckpt.state.ddp import saved_hooks
 
         return saved_hooks(self.models, rank)
 
     def _lacking_hooks(self) -> dict[str, str]:
         if not has_ddp(self.models.values()):
             return {}
-        from ckpt.state.comm_hooks import lacking_state
+        from ckpt.state.ddp import lacking_state
 
         return lacking_state(self.models)
 
@@ -238,7 +246,7 @@ class StateRegistry:
             return "cannot name a part: use letters, digits, '_' and '-'"
         if rng.is_generator(value) or has_state(value) or (is_plain(value) and not per_rank):
             return None
-        if is_hook_state(value):
+        if _is_hook_state(value):
             return f"a {type(value).__name__} is saved with the DistributedDataParallel model that has the hook"
         if isinstance(value, list | tuple | dict):
             return f"a {type(value).__name__} is kept by manager.values[{name!r}] = ..."
@@ -248,18 +256,40 @@ class StateRegistry:
 def _found_parts(found: ManagedObjects) -> dict[str, Part]:
     # optimizers name the parameters of a single model as it does, those of several with the model's name before them
     models = {"" if len(found.models) == 1 else key.partition(".")[2]: model for key, model in found.models.items()}
-    parts: dict[str, Part] = {key: ModelPart(key, model) for key, model in found.models.items()}
-    parts |= {key: _optimizer_part(key, optimizer, models) for key, optimizer in found.optimizers.items()}
+    parts: dict[str, Part] = {key: model_part(key, model) for key, model in found.models.items()}
+    parts |= {key: optimizer_part(key, optimizer, models) for key, optimizer in found.optimizers.items()}
     parts |= {key: ObjectPart(key, value, same_class=True) for key, value in found.others.items()}
     return parts | {key: _registered_part(key, value) for key, value in found.custom.items()}
 
 
-def _optimizer_part(key: str, optimizer: Stateful, models: dict[str, nn.Module]) -> Part:
-    if is_zero_redundancy(optimizer):
+def model_part(key: str, model: nn.Module) -> ModelPart:
+    """The part of a model, by what wraps it."""
+    if "deepspeed" in sys.modules:
+        from ckpt.state.deepspeed import EngineModelPart, refuse_bare
+
+        if is_engine(model):
+            return EngineModelPart(key, model)
+        refuse_bare(key, model)
+    if is_fsdp1(model):
+        from ckpt.state.fsdp1 import Fsdp1ModelPart
+
+        return Fsdp1ModelPart(key, model)
+    return ModelPart(key, model)
+
+
+def optimizer_part(key: str, optimizer: Any, models: Mapping[str, nn.Module]) -> Part:
+    """The part of an optimizer, by its class and by what wraps its models."""
+    if is_instance(optimizer, "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer"):
+        from ckpt.state.zero_redundancy import ZeroRedundancyPart
+
         return ZeroRedundancyPart.of(key, optimizer, models)
-    if isinstance(optimizer, torch.optim.Optimizer | JoinedOptimizer):
-        return OptimizerPart(key, optimizer, models)
-    return ObjectPart(key, optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer) and not is_joined(optimizer):
+        return ObjectPart(key, optimizer)
+    if any(map(is_fsdp1, models.values())):
+        from ckpt.state.fsdp1 import Fsdp1OptimizerPart
+
+        return Fsdp1OptimizerPart(key, optimizer, models)
+    return OptimizerPart(key, optimizer, models)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -272,11 +302,11 @@ def _parameter_identities(optimizers: Iterable[torch.optim.Optimizer]) -> frozen
 
 
 def _engine_key(model: str) -> str:
-    return model.replace("model", KEY, 1)
+    return model.replace("model", ENGINE, 1)
 
 
 def _registered_part(key: str, value: Stateful) -> Part:
-    return ModelPart(key, value) if isinstance(value, nn.Module) else ObjectPart(key, value)
+    return model_part(key, value) if isinstance(value, nn.Module) else ObjectPart(key, value)
 
 
 def _refuse_unmanageable(objects: Mapping[str, Any]) -> None:
@@ -309,3 +339,43 @@ def refuse_devices(devices: Mapping[str, Iterable[torch.device]]) -> None:
             f"{key} has parameters {why}: its values may not have been computed when they are copied. Give the manager "
             "a model on the CPU or a GPU, to which you copy the state before a save, or use torch_xla's checkpoints."
         )
+
+
+def _is_hook_state(value: Any) -> bool:
+    from ckpt.state.ddp import is_hook_state
+
+    return is_hook_state(value)
+
+
+# -- where a manager finds its objects: in an accelerator, or in the arguments of its constructor ---------------------
+
+
+class UnnamedObjectError(ConfigError, TypeError):
+    """An object without the keyword that says what it is: a TypeError too, as for any argument too many."""
+
+
+def refuse_unnamed(root: Any, others: Sequence[Any]) -> None:
+    """Refuse whatever is given without a keyword, the root aside: what it is would have to be guessed."""
+    misplaced = [root] if isinstance(root, nn.Module | torch.optim.Optimizer) else []
+    given = [*misplaced, *others]
+    if given:
+        kinds = ", ".join(type(value).__name__ for value in given)
+        raise UnnamedObjectError(
+            f"StateManager takes the root alone without a keyword, and was given {kinds} too. Say what each is: "
+            'StateManager("runs/x", model=model, optimizer=optimizer).'
+        )
+
+
+def find_source(accelerator: Any, **objects: Any) -> ObjectSource:
+    """The accelerator's prepared objects, or the given ones. Both at once are refused."""
+    if accelerator is None:
+        return GivenObjects(**objects)
+    given = [kind for kind, value in objects.items() if value is not None]
+    if given:
+        raise ConfigError(
+            f"StateManager: accelerator= includes all that it has prepared, so {', '.join(given)} cannot be given as "
+            "well. Pass them through accelerator.prepare(...), or give others to register(name=...)."
+        )
+    from ckpt.state.accelerator import AcceleratorObjects
+
+    return AcceleratorObjects(accelerator)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ckpt.compat.torch import children, own_parameters
 from ckpt.formats.foreign import WRAPPERS
 
 # A model in parts: its names are those of the parts.
@@ -45,31 +44,34 @@ _CHECKPOINTED = WRAPPERS[-1]
 _walked = threading.local()  # `walks`: the modules of every model that was walked, where that is remembered
 
 
+def is_instance(value: Any, path: str) -> bool:
+    """Whether a value is of the class at a path. Imports nothing: a live object has imported its module."""
+    home, _, name = path.rpartition(".")
+    module = sys.modules.get(home)
+    return module is not None and isinstance(value, getattr(module, name, ()))
+
+
 def is_engine(model: Any) -> bool:
-    """Whether this is an engine of `deepspeed.initialize`. Imports nothing: without deepspeed there is no engine."""
-    module = sys.modules.get("deepspeed.runtime.engine")
-    return module is not None and isinstance(model, module.DeepSpeedEngine)
+    """Whether this is an engine of `deepspeed.initialize`."""
+    return is_instance(model, "deepspeed.runtime.engine.DeepSpeedEngine")
 
 
 def is_fsdp1(model: nn.Module) -> bool:
-    """Whether FullyShardedDataParallel wraps any module in the model. Imports nothing: a live one has imported it."""
-    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    return fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in kinds_in(model))
-
-
-def is_partitioned(value: Any) -> bool:
-    """Whether a value is a parameter that ZeRO 3 has partitioned: it has no data of its own."""
-    return hasattr(value, "ds_id")
-
-
-def is_zero3(model: nn.Module) -> bool:
-    """Whether ZeRO 3 has partitioned any of its parameters."""
-    return "deepspeed" in sys.modules and any(map(is_partitioned, model.parameters()))
+    """Whether FullyShardedDataParallel wraps any module in the model."""
+    if "torch.distributed.fsdp.fully_sharded_data_parallel" not in sys.modules:
+        return False
+    kind = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
+    return any(is_instance(module, kind) for module in kinds_in(model))
 
 
 def has_ddp(models: Iterable[nn.Module]) -> bool:
     """Whether DistributedDataParallel wraps any module in the models."""
     return any(isinstance(module, DistributedDataParallel) for model in models for module in kinds_in(model))
+
+
+def has_replicas(models: Collection[nn.Module]) -> bool:
+    """Whether something keeps parameters of the models equal on several ranks: DDP, or DeepSpeed."""
+    return has_ddp(models) or any(map(is_engine, models))
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -99,11 +101,12 @@ def clean_name(module: nn.Module, name: str) -> str:
             node = getattr(node, word)
             continue
         if isinstance(node, JoinedModel) and word in node.prefixes:
-            word_in_model, node = node.prefixes[word], children(node)[word]
+            word_in_model, node = node.prefixes[word], node.get_submodule(word)
             kept += [word_in_model] if word_in_model else []
             continue
         kept.append(word)
-        node = children(node).get(word) if node is not None else None
+        inside = getattr(node, word, None)  # also what is there under another name too
+        node = inside if isinstance(inside, nn.Module) else None
     return ".".join(kept)
 
 
@@ -112,22 +115,20 @@ def parameter_names(module: nn.Module) -> dict[int, str]:
     names: dict[int, str] = {}
     inner_names = {type(node): _inner_name(node) for node in kinds_in(module)}
 
-    def walk(node: nn.Module, prefix: str) -> None:  # three times as fast as `named_parameters`: training waits
-        for name, parameter in own_parameters(node).items():
-            if parameter is not None:
-                names.setdefault(id(parameter), prefix + name)
+    def walk(node: nn.Module, prefix: str) -> None:
+        for name, parameter in node.named_parameters(recurse=False):
+            names.setdefault(id(parameter), prefix + name)
         inner = inner_names[type(node)]
-        for name, child in children(node).items():
-            if child is not None:
-                in_model = node.prefixes[name] if isinstance(node, JoinedModel) else name
-                walk(child, prefix if name == inner or not in_model else f"{prefix}{in_model}.")
+        for name, child in node.named_children():
+            in_model = node.prefixes[name] if isinstance(node, JoinedModel) else name
+            walk(child, prefix if name == inner or not in_model else f"{prefix}{in_model}.")
 
     walk(module, "")
     return names
 
 
 def modules_in(module: nn.Module) -> Iterable[nn.Module]:
-    """A module and all its submodules. Faster than `modules()`, which also builds names: training waits."""
+    """A module and all its submodules. Faster than `modules()`, which builds names: training waits."""
     walks = getattr(_walked, "walks", None)
     if walks is None:
         return _walk(module)
@@ -145,9 +146,7 @@ def kinds_in(module: nn.Module) -> Iterable[nn.Module]:
 def parameters_in(module: nn.Module) -> Iterator[nn.Parameter]:
     """The parameters of a module and all its submodules; a tied one several times."""
     for node in modules_in(module):
-        for parameter in own_parameters(node).values():
-            if parameter is not None:
-                yield parameter
+        yield from node.parameters(recurse=False)
 
 
 @contextmanager
@@ -165,7 +164,7 @@ def _walk(module: nn.Module) -> Iterator[nn.Module]:
     while remaining:
         node = remaining.pop()
         yield node
-        inside = [child for child in children(node).values() if child is not None and id(child) not in seen]
+        inside = [child for child in node.children() if id(child) not in seen]
         seen.update(map(id, inside))
         remaining += inside
 
@@ -174,13 +173,13 @@ def _inner_name(module: nn.Module) -> str | None:
     """The attribute that holds the model of a wrapper; None if the module is no wrapper."""
     if isinstance(module, DistributedDataParallel | DataParallel) or is_engine(module):
         return "module"
-    inside = children(module)
+    inside = [name for name, _ in module.named_children()]
     return next((name for name in WRAPPERS if name in inside), None)
 
 
 def _is_checkpointed(module: nn.Module) -> bool:
     """Whether a module is a wrapper that checkpoints or offloads activations."""
-    return _CHECKPOINTED in children(module)
+    return any(name == _CHECKPOINTED for name, _ in module.named_children())
 
 
 def without_checkpointing(name: str) -> str:

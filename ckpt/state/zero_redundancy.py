@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,14 +11,7 @@ from torch import nn
 from ckpt.errors import UnsupportedError
 from ckpt.formats.layout import Members
 from ckpt.state.optimizer import OptimizerPart
-from ckpt.state.parts import WHOLE_PART
-from ckpt.state.replicated import UNKNOWN, Replication
-
-
-def is_zero_redundancy(optimizer: Any) -> bool:
-    """Whether this is a ZeroRedundancyOptimizer. Imports nothing: a live one has imported its module."""
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+from ckpt.state.parts import UNKNOWN, WHOLE_PART, Replication
 
 
 @dataclass
@@ -33,13 +25,17 @@ class ZeroRedundancyPart(OptimizerPart):
     outer: Any = None
 
     @classmethod
-    def of(cls, key: str, optimizer: Any, models: dict[str, nn.Module]) -> ZeroRedundancyPart:
+    def of(cls, key: str, optimizer: Any, models: Mapping[str, nn.Module]) -> ZeroRedundancyPart:
         if not hasattr(optimizer, "optim"):
             raise UnsupportedError(
                 f"{key}: ZeroRedundancyOptimizer(overlap_with_ddp=True) has no optimizer before its buckets are known, "
                 "so its state cannot be loaded before training. Build it without overlap_with_ddp."
             )
         return cls(key, optimizer.optim, models, outer=optimizer)
+
+    @property
+    def managed(self) -> Any:
+        return self.outer
 
     @property
     def other_kinds(self) -> tuple[str, ...]:

@@ -45,9 +45,9 @@ from ckpt.root.catalog import locate, read_manifest
 from ckpt.root.file_names import own_key
 from ckpt.root.folder import Folder, Place
 from ckpt.root.verify import size_problems
-from ckpt.state.deepspeed.engine import KEY
 from ckpt.state.objects import KINDS, is_part_name
 from ckpt.state.optimizer import by_name, by_number, nameless
+from ckpt.state.parts import ENGINE
 from ckpt.state.registry import RESERVED
 from ckpt.storage import Storage
 from ckpt.util.checked_json import parse_json
@@ -297,7 +297,7 @@ def _open_native(source: str | os.PathLike[str]) -> Iterator[PortableState]:
     with _locked_checkpoint(source) as (storage, manifest), ExitStack() as opened:
         reader = CheckpointReader(storage, manifest, 0)
         where = f"{storage.url.rstrip('/')}/{manifest.name}"
-        skipped = {key: _ENGINE for key in reader.parts if key.partition(".")[0] == KEY}
+        skipped = {key: _ENGINE for key in reader.parts if key.partition(".")[0] == ENGINE}
         parts: dict[str, ForeignPart] = {}
         about: dict[str, Mapping[str, Any]] = {}
         for key, part in reader.parts.items():

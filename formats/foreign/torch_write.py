@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.serialization import skip_data
 
-from ckpt.compat.torch import FAKE_TENSORS
 from ckpt.errors import CkptError, ConfigError
 from ckpt.formats.checks import Sizes
 from ckpt.formats.foreign.accelerate import RNG_DEVICES, in_memory, rng_key
@@ -74,14 +73,13 @@ def write_file(path: str, tree: Any, advance: Callable[[int], None]) -> None:
 
     What lies in the same place, or is the same object, as tied weights are, is saved once.
     """
-    fake = FAKE_TENSORS.imported()
     with open(path, "x+b") as file, first_error_raised():
-        if fake is None or _has_subclasses(tree):  # which are saved as torch saves them, from memory
+        if _has_subclasses(tree):  # which are saved as torch saves them, from memory
             torch.save(in_memory(tree), file)
             os.fsync(file.fileno())
             return
-        skeleton = _Skeleton(fake())
-        with skip_data(materialize_fake_tensors=True):
+        skeleton = _Skeleton()
+        with skip_data():
             torch.save(skeleton.of(tree), file)
         sums = {name: _fill(file, place, skeleton.tensors[name], advance) for name, place in _places(file)}
         _write_checksums(file, sums)
@@ -99,11 +97,13 @@ def _has_subclasses(value: Any) -> bool:
 
 
 class _Skeleton:
-    """A value in which tensors have no data. `tensors` has them by the number under which `torch.save` stores each."""
+    """A value whose tensors are never written to, and so take no memory but addresses.
 
-    def __init__(self, fake: Any) -> None:
+    `tensors` has them by the number under which `torch.save` stores each.
+    """
+
+    def __init__(self) -> None:
         self.tensors: dict[str, StreamedTensor] = {}
-        self._fake = fake  # the mode in which tensors have no memory
         self._done: dict[Any, torch.Tensor] = {}
         self._kept: list[Any] = []  # or a new object could get the identity of one that was freed
 
@@ -126,8 +126,7 @@ class _Skeleton:
         if identity not in self._done:
             self._kept.append(value)
             shape = tuple(value.shape)
-            with self._fake:
-                self._done[identity] = torch.empty(shape, dtype=value.dtype)
+            self._done[identity] = torch.empty(shape, dtype=value.dtype)
             source = LiveTensor(value.dtype, shape, value.detach) if isinstance(value, torch.Tensor) else value
             self.tensors[str(len(self.tensors))] = source
         return self._done[identity]

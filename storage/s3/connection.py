@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckpt.compat import s3fs
 from ckpt.errors import ConfigError, StorageError, TransientError
 from ckpt.storage.fsspec_stores import unknown_options
 from ckpt.storage.retry import Retries, RetryPolicy, UnreachedError, time_left
@@ -107,7 +106,8 @@ class Connection:
 
     async def call(self, method: str, **arguments: Any) -> Any:
         """A single request."""
-        answer = await s3fs.call(self.fs, method, Bucket=self.bucket, **arguments)
+        request = type(self.fs).call_s3.__wrapped__  # the coroutine: `call_s3` itself waits for it in another thread
+        answer = await request(self.fs, method, Bucket=self.bucket, **arguments)
         self._reached = True
         self._note_progress()
         return answer

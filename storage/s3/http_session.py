@@ -6,6 +6,7 @@ A redirect would take the session token to a host that the server names. Objects
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from ckpt.compat import s3fs
@@ -21,29 +22,24 @@ class EndlessError(StorageError):
 
 def session_class() -> type[Any]:
     """The class of sessions for `AioConfig(http_session_cls=...)`."""
-    from aiohttp import ClientResponse
-
-    class BoundedResponse(ClientResponse):
-        async def read(self) -> bytes:
-            if self._body is None:
-                self._body = await _bounded(self)
-            return self._body
-
-    found = s3fs.session_class(BoundedResponse, _Plain)
+    found = s3fs.session_class(_Plain)
     if found is None:
         raise UnsupportedError(s3fs.SESSION.without)
     return found
 
 
 class _Plain:
-    """A session of aiohttp that answers a redirect with the redirect itself, and sends a body at once."""
+    """A session of aiohttp that answers a redirect with the redirect itself, and sends a body at once. What an answer
+    holds is read up to a bound."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
 
     async def request(self, *arguments: Any, **options: Any) -> Any:
         options["headers"].pop("Expect", None)
-        return await self._session.request(*arguments, allow_redirects=False, **options)
+        response = await self._session.request(*arguments, allow_redirects=False, **options)
+        response.read = partial(_bounded, response)
+        return response
 
 
 async def _bounded(response: Any) -> bytes:

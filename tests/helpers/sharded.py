@@ -112,8 +112,7 @@ def whole(value: Any) -> Any:
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """All state of a model and its optimizer, whole, as a text that is equal only if every bit is."""
-    from ckpt.state.model import ModelPart
-    from ckpt.state.optimizer import OptimizerPart
+    from ckpt.state.registry import model_part, optimizer_part
 
-    parts = (ModelPart("model", model), OptimizerPart("optimizer", optimizer, {"": model}))
+    parts = (model_part("model", model), optimizer_part("optimizer", optimizer, {"": model}))
     return exact([whole(part.capture()) for part in parts])

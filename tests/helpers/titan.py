@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset
 
 import ckpt
-from ckpt.state.joined_optimizer import JoinedOptimizer
+from ckpt.state.joined import JoinedOptimizer
 from ckpt.state.model import ModelPart
 from ckpt.state.optimizer import OptimizerPart
 from tests.helpers.pipelines import digest

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
 from ckpt.compat import torch_ddp
-from ckpt.state.ddp_buckets import Buckets, buckets_of, saved_buckets
+from ckpt.state.ddp import Buckets, buckets_of, saved_buckets
 from tests.helpers.processes import run_ranks
 from tests.helpers.renamed import renamed
 from tests.helpers.training import exact
