@@ -149,13 +149,14 @@ def test_a_mesh_counts_as_one_of_all_ranks_and_ddp_names_what_it_lacks(said: Cal
 def test_gradients_that_fsdp2_has_not_sharded_are_seen_or_their_absence_is_named(
     said: Callable[[Private], bool],
 ) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         model: Any = nn.Linear(2, 2)
-        fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         model.set_requires_gradient_sync(False)
         assert not of_torch.has_unsharded_gradients(model)
         model(torch.ones(1, 2)).sum().backward()
