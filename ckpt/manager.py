@@ -41,7 +41,7 @@ from ckpt.state.registry import find_source, refuse_unnamed
 from ckpt.state.unwrap import unwrap
 from ckpt.storage import Storage, disk_path
 from ckpt.util.console import html_table, say
-from ckpt.util.process_identity import refuse_copy
+from ckpt.util.threads import refuse_copy
 
 if TYPE_CHECKING:
     from ckpt.export.push import Card

@@ -26,7 +26,7 @@ from ckpt.errors import AbsentError, ConflictError, DeniedError, LockedError, St
 from ckpt.storage.base import Objects
 from ckpt.storage.retry import within
 from ckpt.util.checked_json import Rule, broken_rules, is_text, parse_json
-from ckpt.util.process_identity import Identity, is_identity, process_identity, start_time
+from ckpt.util.threads import Identity, is_identity, process_identity, start_time
 
 FOLDER = ".locks"
 LARGEST = 64 << 10  # bytes of a record

@@ -13,7 +13,7 @@ import torch
 
 import ckpt
 from ckpt.save.snapshot.snapshots import Snapshots
-from ckpt.util.gc_pause import gc_paused
+from ckpt.util.threads import gc_paused
 
 
 def test_the_last_of_several_threads_enables_it_again() -> None:

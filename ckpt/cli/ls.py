@@ -15,8 +15,7 @@ from ckpt.errors import MissingError, StorageError
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.registry import foreign_hint
 from ckpt.root import catalog
-from ckpt.root.catalog import Checkpoint, Overview, Summary
-from ckpt.root.history import History
+from ckpt.root.catalog import Checkpoint, History, Overview, Summary
 from ckpt.root.verify import COMPLETE, INTACT, REMOVED, Condition, condition
 from ckpt.shown import shown
 from ckpt.storage import open_storage

@@ -18,7 +18,7 @@ from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.storage import LocalStorage, disk_path
 from ckpt.storage.local.files import sync_directory
 from ckpt.storage.local.storage import TEMPORARY
-from ckpt.util.process_identity import OwnerProcess
+from ckpt.util.threads import OwnerProcess
 
 _WEIGHTS = re.compile(r"((?:adapter_)?model)(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?")
 

@@ -49,8 +49,8 @@ from ckpt.state.unwrap import unwrap
 from ckpt.storage import HubStorage, Storage, open_storage, place_of
 from ckpt.storage.hub.download import fetched, unreachable
 from ckpt.util.console import one_line, say
-from ckpt.util.gc_pause import gc_paused
 from ckpt.util.option_values import is_path, said, settings
+from ckpt.util.threads import gc_paused
 
 
 class ReadableTensor(Protocol):

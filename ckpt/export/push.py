@@ -37,9 +37,8 @@ from ckpt.formats.registry import HF, PEFT
 from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
 from ckpt.ranks.find import find_ranks
 from ckpt.ranks.group import MAIN, Ranks
-from ckpt.root.catalog import locate, scan
+from ckpt.root.catalog import History, locate, scan
 from ckpt.root.folder import Place
-from ckpt.root.history import History
 from ckpt.state.model import ModelPart
 from ckpt.storage.hub.repo import MAIN_BRANCH, HubFile, HubRepo, open_pull_request, page_of
 from ckpt.util.console import say

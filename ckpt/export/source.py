@@ -46,11 +46,10 @@ from ckpt.formats.registry import (
 )
 from ckpt.ranks.group import MAIN
 from ckpt.root.catalog import locate, read_manifest, scan
-from ckpt.root.file_names import part_of, rank_of
 from ckpt.root.folder import Folder, Place
+from ckpt.root.manifest_files import part_of, rank_of
 from ckpt.root.signing import BELIEVES_ALL, Trust
-from ckpt.root.verified_file import VerifiedFile
-from ckpt.root.verify import problems
+from ckpt.root.verify import VerifiedFile, problems
 from ckpt.storage import Storage
 from ckpt.util.option_values import said
 

@@ -27,7 +27,7 @@ from ckpt.ranks import hosts
 from ckpt.ranks.consensus import FollowingError, Result, decide_together
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.liveness import LivenessWatch, format_ranks
-from ckpt.root.verified_file import VerifiedFile
+from ckpt.root.verify import VerifiedFile
 
 _log = logging.getLogger("ckpt")
 

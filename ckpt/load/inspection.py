@@ -34,8 +34,7 @@ from ckpt.load.accelerate_reader import read_any
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import Hosts
-from ckpt.root.file_names import part_of, rank_of, spread_file
-from ckpt.root.manifest_files import manifest_bytes
+from ckpt.root.manifest_files import manifest_bytes, part_of, rank_of, spread_file
 from ckpt.root.signing import Trust
 from ckpt.root.verify import size_problems
 from ckpt.storage import Storage, Tiers

@@ -28,7 +28,7 @@ from ckpt.state import rng
 from ckpt.state.objects import ObjectSource
 from ckpt.state.parts import Notes
 from ckpt.state.registry import StateRegistry
-from ckpt.util.gc_pause import gc_paused
+from ckpt.util.threads import gc_paused
 
 _log = logging.getLogger("ckpt")
 ELSEWHERE = 2  # in place of a tier: of the files of such a checkpoint, the root has none

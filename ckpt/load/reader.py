@@ -26,8 +26,8 @@ from ckpt.load.part_tensors import OwnTensors, PartTensors, WholeTensors
 from ckpt.load.rank_state import check_rank_state
 from ckpt.load.verified_read import read, read_verified, verify
 from ckpt.ranks.group import MAIN
-from ckpt.root.file_names import own_key, spread_file, whole_file
-from ckpt.root.verified_file import VerifiedFile
+from ckpt.root.manifest_files import own_key, spread_file, whole_file
+from ckpt.root.verify import VerifiedFile
 from ckpt.state.parts import LEFT, Place, SavedTensor
 from ckpt.storage import Storage
 from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar

@@ -22,7 +22,7 @@ from ckpt.load.reader import CheckpointReader
 from ckpt.load.select import Candidate
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import MAIN, Ranks
-from ckpt.root.file_names import own_key
+from ckpt.root.manifest_files import own_key
 from ckpt.state import rng
 from ckpt.state.division import under_all_names
 from ckpt.state.model import ModelPart, any_on_meta

@@ -24,8 +24,7 @@ import torch
 
 from ckpt.errors import DamagedError
 from ckpt.formats.tensors import Transfer, as_bytes, host_bytes
-from ckpt.root.verified_file import VerifiedFile
-from ckpt.root.verify import altered_blocks, reader_threads
+from ckpt.root.verify import VerifiedFile, altered_blocks, reader_threads
 from ckpt.util.aligned_memory import allocate_pages
 from ckpt.util.threads import ThreadCall
 

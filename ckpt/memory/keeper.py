@@ -330,7 +330,7 @@ def _lock_alone(descriptor: int) -> bool:
 
 
 def _start_time() -> str:
-    """When this process started, in clock ticks since boot: see `ckpt.util.process_identity`."""
+    """When this process started, in clock ticks since boot: see `ckpt.util.threads`."""
     with open("/proc/self/stat") as file:
         return file.read().rpartition(")")[2].split()[19]
 

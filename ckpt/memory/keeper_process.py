@@ -17,7 +17,7 @@ from ckpt.memory import keeper
 from ckpt.memory.place import MemoryPlace, linger_seconds
 from ckpt.root.signing import SIGN_VARIABLE
 from ckpt.storage.local.files import open_regular
-from ckpt.util.process_identity import start_time
+from ckpt.util.threads import start_time
 
 _log = logging.getLogger("ckpt")
 KEEPER_VARIABLE = "CKPT_MEMORY_KEEPER"  # `off`: no process is started

@@ -27,7 +27,7 @@ from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts, host_name
 from ckpt.storage import Storage, place_of
-from ckpt.util.process_identity import boot_id
+from ckpt.util.threads import boot_id
 
 _log = logging.getLogger("ckpt")
 _CALL = "StateManager(..., memory=...)"

@@ -30,7 +30,7 @@ from ckpt.errors import StorageError
 from ckpt.storage.local.files import has_one_name, open_regular
 from ckpt.util.checked_json import Rule, broken_rules, is_count, is_finite, is_mapping, is_text, parse_json
 from ckpt.util.console import utc_now
-from ckpt.util.process_identity import boot_id
+from ckpt.util.threads import boot_id
 from ckpt.version import __version__
 
 _MOST_FACTS = 64 << 10  # bytes

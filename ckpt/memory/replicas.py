@@ -30,7 +30,7 @@ from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import Hosts
 from ckpt.root import catalog
 from ckpt.root.catalog import find
-from ckpt.root.file_names import rank_of
+from ckpt.root.manifest_files import rank_of
 from ckpt.storage import Storage
 from ckpt.util.option_values import parse_size
 from ckpt.util.threads import ThreadCall

@@ -25,8 +25,7 @@ from ckpt.root import deletion
 from ckpt.root.catalog import Overview, Summary, find, scan
 from ckpt.root.commit import Attempt
 from ckpt.root.lock import lock_root
-from ckpt.root.verified_file import VerifiedFile
-from ckpt.root.verify import reading, size_problems, without_other_hosts
+from ckpt.root.verify import VerifiedFile, reading, size_problems, without_other_hosts
 from ckpt.storage import Grouping, LocalStorage, MemoryStorage, Staging, Storage, open_storage
 from ckpt.util.console import format_size, one_line, utc_now
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 from ckpt.errors import FullError, LockedError
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
@@ -21,14 +21,7 @@ from ckpt.save.saver import Saver
 from ckpt.save.transaction import SaveRequest, SaveTransaction
 from ckpt.storage import MemoryStorage
 from ckpt.storage.base import LostError
-
-
-@runtime_checkable
-class Trimming(Protocol):
-    """The method that a storage has which keeps the memory of deleted objects for the next ones."""
-
-    def trim(self) -> None:
-        """Give that memory back."""
+from ckpt.storage.local.volatile import VolatileStorage
 
 
 def _no_root() -> RootWriter:
@@ -91,7 +84,7 @@ class SlotWriter(RootWriter):
 
     def _trim(self) -> None:
         """Give back the memory of removed snapshots that the new one has not used."""
-        if isinstance(self.storage, Trimming):
+        if isinstance(self.storage, VolatileStorage):
             self.storage.trim()
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info
 
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.store import LostStoreError
-from ckpt.util.process_identity import OwnerProcess
+from ckpt.util.threads import OwnerProcess
 
 _POLL = 1.0  # seconds
 

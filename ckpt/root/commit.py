@@ -33,7 +33,7 @@ from ckpt.formats.native.manifest import (
 from ckpt.root.catalog import find
 from ckpt.root.deletion import remove_uncommitted
 from ckpt.root.manifest_files import delete_copy, mark_save, write_copy
-from ckpt.root.verified_file import VerifiedFile
+from ckpt.root.verify import VerifiedFile
 from ckpt.storage import Buffer, Grouping, StablePieces, Staging, Storage
 from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar
 from ckpt.util.threads import CORES_OF_RANK, ThreadCall

@@ -16,8 +16,7 @@ from typing import TypeVar
 from ckpt.errors import ConflictError, FullError, LockedError, StorageError, VersionError
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
 from ckpt.formats.registry import ACCELERATE, claims, is_checkpoint
-from ckpt.root.catalog import Checkpoint, Overview, Summary, by_folder, find, scan
-from ckpt.root.history import History
+from ckpt.root.catalog import Checkpoint, History, Overview, Summary, by_folder, find, scan
 from ckpt.root.lock import lock_root
 from ckpt.root.manifest_files import (
     MARKER,

@@ -25,7 +25,7 @@ from ckpt.formats.registry import (
     identify,
     named,
 )
-from ckpt.root.verified_file import StoredFile
+from ckpt.root.verify import StoredFile
 from ckpt.storage import Storage, open_storage
 from ckpt.storage.base import LARGEST_DOCUMENT, read_document
 from ckpt.storage.fsspec_stores import ReadOnlyStorage

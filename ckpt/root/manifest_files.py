@@ -1,4 +1,4 @@
-"""The small files of a checkpoint: its manifest, the copy of that, and the marker of a save or removal under way.
+"""The files of a checkpoint: its manifest, the copy of that, the marker of a save under way, and how others are named.
 
 `manifest.json` is the commit. `manifest.copy.json` has the same bytes. It is written right after the commit and, where
 a checkpoint is replaced, deleted right before it, so that a copy always says what the last commit there said. A damaged
@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -30,13 +31,14 @@ from ckpt.errors import (
     MissingError,
     VersionError,
 )
+from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
 from ckpt.formats.native.manifest import MARKER as MARKER
 from ckpt.storage import Entry, Staging, Storage
 from ckpt.storage.base import read_document
 from ckpt.util.checked_json import Rule, broken_rules, is_key, is_list, is_moment, is_text, joined, parse_json
 from ckpt.util.console import utc_now
-from ckpt.util.process_identity import is_identity, process_identity, start_time
+from ckpt.util.threads import is_identity, process_identity, start_time
 
 _log = logging.getLogger("ckpt")
 _PATIENCE = 60.0  # seconds that a save waits for a removal of the checkpoint that it replaces
@@ -353,3 +355,33 @@ def _readable(storage: Storage, name: str, file: str) -> bytes | None:
     except (AbsentError, DamagedError):
         return None
     return data
+
+
+_FROZEN = "+frozen"  # no part is named so
+_RANK_SUFFIX = re.compile(rf"[/-](\d{{5}})(?:{re.escape(_FROZEN)})?(?:\.[0-9a-f]{{8}})?{re.escape(SUFFIX)}$")
+
+
+def whole_file(key: str, *, frozen: bool = False) -> str:
+    """The file with all of a part's tensors: `model.safetensors`, or `model+frozen.safetensors`."""
+    return f"{key}{_FROZEN if frozen else ''}{SUFFIX}"
+
+
+def spread_file(key: str, rank: int, *, frozen: bool = False) -> str:
+    """The file with a rank's shards of a part: `model/00003.safetensors`."""
+    return whole_file(f"{key}/{rank:05d}", frozen=frozen)
+
+
+def own_key(key: str, rank: int) -> str:
+    """The key, and thereby the file name, of what a rank alone holds of a part whose state differs between ranks."""
+    return f"{key}-own-{rank:05d}"
+
+
+def rank_of(name: str) -> int | None:
+    """The rank whose tensors a file holds; None if it holds what all ranks have in common."""
+    found = _RANK_SUFFIX.search(name)
+    return int(found.group(1)) if found else None
+
+
+def part_of(name: str) -> str:
+    """The part that a tensor file belongs to."""
+    return name.partition("/")[0].removesuffix(SUFFIX).removesuffix(_FROZEN)

@@ -21,20 +21,16 @@ from weakref import WeakSet
 from ckpt.errors import CheckpointError, ConflictError, LockedError, StorageError, TransientError
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.root import deletion
-from ckpt.root.catalog import Index, Overview, Summary, find
+from ckpt.root.catalog import History, Index, Overview, Summary, find
 from ckpt.root.commit import Attempt
-from ckpt.root.file_names import rank_of
-from ckpt.root.history import History
 from ckpt.root.lock import lock_root
-from ckpt.root.manifest_files import DAY
+from ckpt.root.manifest_files import DAY, rank_of
 from ckpt.root.retention import Keep
-from ckpt.root.verified_file import VerifiedFile
-from ckpt.root.verify import size_problems
+from ckpt.root.verify import VerifiedFile, size_problems
 from ckpt.storage import Storage
 from ckpt.storage.base import Interruptible, LostError
 from ckpt.util.console import PROGRESS_MIN_BYTES, format_size, progress_bar, say
-from ckpt.util.process_identity import OwnerProcess
-from ckpt.util.threads import SerialWorker, ThreadCall
+from ckpt.util.threads import OwnerProcess, SerialWorker, ThreadCall
 
 AT_START, AT_END = 5.0, 30.0  # seconds
 AFTER_SIGTERM = 5.0  # seconds at most: whoever sent it will not wait for long

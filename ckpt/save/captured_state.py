@@ -21,7 +21,7 @@ from ckpt.formats.native.tensor_file import View, untie
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor, on_part_of_mesh, own_layout
 from ckpt.formats.tensors import FilePlan, PartState, Shard
 from ckpt.ranks.group import MAIN
-from ckpt.root.file_names import own_key, spread_file, whole_file
+from ckpt.root.manifest_files import own_key, spread_file, whole_file
 from ckpt.state.parts import Replication
 
 _WORTH_A_FILE = 1 << 20  # bytes of frozen tensors

@@ -18,7 +18,7 @@ from ckpt.formats.native.manifest import digest as digest_of
 from ckpt.formats.native.shard_table import ShardedState
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor, own_layout
 from ckpt.formats.tensors import FilePlan, PartState
-from ckpt.root.file_names import part_of
+from ckpt.root.manifest_files import part_of
 from ckpt.save.captured_state import CapturedState
 from ckpt.save.checksums import checksum, checksums
 

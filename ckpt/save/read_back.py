@@ -23,15 +23,13 @@ from ckpt.formats.native.manifest import BLOCK_SIZE, FILE_NAME, BlockHasher, Fil
 from ckpt.formats.tensors import FilePlan
 from ckpt.root.catalog import find, scan
 from ckpt.root.commit import EarlierFile
-from ckpt.root.verified_file import WINDOW, VerifiedFile
-from ckpt.root.verify import lock_patiently
+from ckpt.root.verify import WINDOW, VerifiedFile, lock_patiently
 from ckpt.save.root_writer import RootWriter
 from ckpt.storage.base import PageCached
 from ckpt.util.console import format_size
 from ckpt.util.filesystem import count_names, is_on_network
 from ckpt.util.memory_limit import spare
-from ckpt.util.process_identity import OwnerProcess
-from ckpt.util.threads import normal_io_priority, work_in_background
+from ckpt.util.threads import OwnerProcess, normal_io_priority, work_in_background
 
 _log = logging.getLogger("ckpt")
 

@@ -20,10 +20,9 @@ from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import Hosts
 from ckpt.root import deletion
-from ckpt.root.catalog import Index, Overview, Summary, find
+from ckpt.root.catalog import History, Index, Overview, Summary, find
 from ckpt.root.commit import Attempt, EarlierFile, WrittenFile, is_committed
 from ckpt.root.folder import ROOT_ITSELF, is_foreign
-from ckpt.root.history import History
 from ckpt.root.lock import lock_root
 from ckpt.root.mirror import MirrorWorker
 from ckpt.root.open import parent_instead

@@ -23,9 +23,7 @@ from ckpt.save.root_writer import EarlyLock, RootWriter
 from ckpt.save.snapshot.snapshots import Snapshot, Snapshots
 from ckpt.save.transaction import SaveRequest, SaveTransaction
 from ckpt.storage import Staging
-from ckpt.util.gc_pause import gc_paused
-from ckpt.util.process_identity import OwnerProcess
-from ckpt.util.threads import SerialWorker
+from ckpt.util.threads import OwnerProcess, SerialWorker, gc_paused
 
 # Saves in the background: one is being written, and at most one waits for its turn.
 

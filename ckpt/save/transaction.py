@@ -34,7 +34,7 @@ from ckpt.storage.local.storage import LocalStorage
 from ckpt.util.checked_json import joined
 from ckpt.util.console import format_size
 from ckpt.util.filesystem import filesystem_type
-from ckpt.util.gc_pause import gc_paused
+from ckpt.util.threads import gc_paused
 
 _log = logging.getLogger("ckpt")
 

@@ -47,7 +47,7 @@ from ckpt.memory.root_token import remove_token
 from ckpt.ranks.group import SingleProcess
 from ckpt.root import deletion
 from ckpt.root.catalog import check_name, find
-from ckpt.root.file_names import whole_file
+from ckpt.root.manifest_files import whole_file
 from ckpt.root.signing import KeySource, Seal, find_signing_key
 from ckpt.save.root_writer import RootWriter
 from ckpt.shown import Lines

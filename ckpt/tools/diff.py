@@ -21,9 +21,9 @@ from ckpt.formats.pieces import SLAB, PiecedTensor
 from ckpt.formats.registry import CKPT, ROOT
 from ckpt.formats.tensors import host_bytes
 from ckpt.root import catalog
-from ckpt.root.file_names import part_of
 from ckpt.root.folder import Place
-from ckpt.root.verified_file import VerifiedFile
+from ckpt.root.manifest_files import part_of
+from ckpt.root.verify import VerifiedFile
 from ckpt.storage import Storage
 from ckpt.util.console import progress_bar
 

@@ -42,8 +42,8 @@ from ckpt.load.accelerate_state import CUSTOM, UNKNOWN_PROGRESS, AccelerateState
 from ckpt.load.rank_state import check_rank_state
 from ckpt.load.reader import CheckpointReader
 from ckpt.root.catalog import locate, read_manifest
-from ckpt.root.file_names import own_key
 from ckpt.root.folder import Folder, Place
+from ckpt.root.manifest_files import own_key
 from ckpt.root.verify import size_problems
 from ckpt.state.objects import KINDS, is_part_name
 from ckpt.state.optimizer import by_name, by_number, nameless

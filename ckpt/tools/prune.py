@@ -14,8 +14,7 @@ from typing import Any
 from ckpt.errors import CheckpointError, ConfigError, LockedError, MetricError, MissingError
 from ckpt.root import catalog, deletion
 from ckpt.root import verify as verifying
-from ckpt.root.catalog import Overview, Summary
-from ckpt.root.history import History
+from ckpt.root.catalog import History, Overview, Summary
 from ckpt.root.lock import lock_root
 from ckpt.root.manifest_files import SaveMarker, marked_names, read_marker
 from ckpt.root.retention import Keep

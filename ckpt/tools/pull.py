@@ -24,8 +24,7 @@ from ckpt.root.lock import lock_root
 from ckpt.root.manifest_files import manifest_bytes, read_marker
 from ckpt.root.mirror import Copies
 from ckpt.root.signing import BELIEVES_ALL, KeySource, Trust, open_trust
-from ckpt.root.verified_file import WINDOW, VerifiedFile
-from ckpt.root.verify import reading, verify_checkpoint
+from ckpt.root.verify import WINDOW, VerifiedFile, reading, verify_checkpoint
 from ckpt.storage import HubStorage, LocalStorage, Staging, Storage, disk_path, open_storage
 from ckpt.storage.base import LARGEST_DOCUMENT
 from ckpt.storage.hub.download import fetched, unreachable

@@ -22,7 +22,7 @@ from ckpt.errors import DamagedError
 from ckpt.formats.foreign.dcp import METADATA, Contents, needed_files, read_metadata
 from ckpt.formats.foreign.torch_save import find_tensor, read_pickle
 from ckpt.formats.pieces import PiecedTensor
-from ckpt.root.verified_file import StoredFile
+from ckpt.root.verify import StoredFile
 from ckpt.storage import LocalStorage
 from tests.helpers.processes import run_ranks
 

@@ -14,7 +14,7 @@ import torch
 
 import ckpt
 from ckpt.formats.foreign.torch_save import read_values
-from ckpt.root.verified_file import StoredFile
+from ckpt.root.verify import StoredFile
 from ckpt.storage import LocalStorage
 
 

@@ -24,7 +24,7 @@ from ckpt.cli.main import main
 from ckpt.errors import CkptError
 from ckpt.formats.foreign.torch_save import read_values
 from ckpt.root.catalog import list_checkpoints
-from ckpt.root.verified_file import StoredFile
+from ckpt.root.verify import StoredFile
 from ckpt.storage import LocalStorage
 from tests.fuzz.live import Live
 from tests.fuzz.operation import Operation, Place, WrongError, manager_of

@@ -9,7 +9,7 @@ import ckpt
 from ckpt.formats.native.manifest import BlockHasher, FileRecord, digest
 from ckpt.formats.tensors import Transfer, host_bytes
 from ckpt.load import verified_read
-from ckpt.root.verified_file import StoredFile, VerifiedFile
+from ckpt.root.verify import StoredFile, VerifiedFile
 from ckpt.storage import MemoryStorage, Storage
 
 BLOCK, HEAD, SIZE = 1000, 300, 3500

@@ -15,7 +15,7 @@ import pytest
 
 from ckpt.memory import place as places
 from ckpt.memory.place import ALIVE, RUN, SLOTS, MemoryPlace, PlaceError, remove_expired
-from ckpt.util.process_identity import boot_id
+from ckpt.util.threads import boot_id
 
 ROOT = "/runs/x"
 NOBODY = 65534

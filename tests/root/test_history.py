@@ -16,8 +16,8 @@ from ckpt.cli.main import main
 from ckpt.export.card import Training
 from ckpt.export.push import _training
 from ckpt.formats.native.manifest import digest
-from ckpt.root import history as histories
-from ckpt.root.history import HISTORY, History
+from ckpt.root import catalog as histories
+from ckpt.root.catalog import HISTORY, History
 from ckpt.storage import open_storage
 from ckpt.tools.prune import prune
 

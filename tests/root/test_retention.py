@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import ckpt
-from ckpt.root.history import HISTORY
+from ckpt.root.catalog import HISTORY
 from ckpt.storage import open_storage
 from tests.helpers.places import PassedOn, Place, committed
 

@@ -11,7 +11,7 @@ from torch import nn
 import ckpt
 from ckpt.formats.native.manifest import Manifest
 from ckpt.root import catalog
-from ckpt.root.history import History
+from ckpt.root.catalog import History
 from ckpt.save.root_writer import LONGEST, MOST, resumption
 from ckpt.storage import LocalStorage
 from tests.cli.test_main import flip_a_bit

@@ -12,7 +12,7 @@ import pytest
 
 import ckpt
 from ckpt.storage import Storage, leases, open_storage
-from ckpt.util.process_identity import process_identity
+from ckpt.util.threads import process_identity
 from tests.storage.test_leases import wait_until
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.root.history import HISTORY
+from ckpt.root.catalog import HISTORY
 from ckpt.storage import ObjectStorage, Storage, leases, open_storage
 from ckpt.storage.retry import RetryPolicy
 from ckpt.storage.s3.connection import BytesMoved, Connection

@@ -16,8 +16,7 @@ from ckpt.errors import MissingError
 from ckpt.export.card import curves
 from ckpt.formats.native.manifest import Manifest
 from ckpt.memory.statistics import Statistics, saving_of
-from ckpt.root.catalog import Index, Overview, Summary
-from ckpt.root.history import History, PastSave
+from ckpt.root.catalog import History, Index, Overview, PastSave, Summary
 from ckpt.root.verify import COMPLETE, DAMAGED, INTACT, REMOVED, Condition, condition
 from ckpt.storage import open_storage
 from ckpt.util.option_values import settings
