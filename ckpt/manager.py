@@ -168,7 +168,7 @@ class StateManager:
     @property
     def run(self) -> str:
         """The run's identity, the same over all its resumes: after `resume`, on the main rank, for trackers."""
-        return self._session.saver.root.run
+        return self._session.saver.root.lineage.run
 
     @property
     def mirror_error(self) -> Exception | None:
@@ -340,7 +340,7 @@ class StateManager:
         """
         session = self._session
         session.set_started()
-        with session.saver.taking_root():
+        with session.saver.root.taking():
             restored = session.load(None, strict=strict)
             session.saver.root.hold()
         if session.memory is not None:

@@ -156,7 +156,7 @@ class Session:
         self._reserve_staging()
 
     def _build_loader(self, hosts: Hosts) -> StateLoader:
-        memory, noted = partial(find_snapshots, self.memory), self.saver.note_listing
+        memory, noted = partial(find_snapshots, self.memory), self.saver.root.note_listing
         return StateLoader(
             self.ranks,
             Locations(self.tiers, hosts, self.options.storage_options, self.patience, memory, noted),
@@ -420,8 +420,8 @@ class Session:
             versions=versions(),
             hardware=device_name(),
             world_size=self.ranks.world_size,
-            lineage={"run": self.saver.root.run},
-            curves=curves(manifests_of_run(self.storage, self.saver.root.run)),
+            lineage={"run": self.saver.root.lineage.run},
+            curves=curves(manifests_of_run(self.storage, self.saver.root.lineage.run)),
         )
 
     def stop_listening(self) -> None:

@@ -72,7 +72,7 @@ class SlotWriter(RootWriter):
                 remove_files(self.storage, name)
 
     def commit(self, attempt: Attempt, stored: list[WrittenFile], facts: Mapping[str, Any]) -> Manifest:
-        self.run, self.parent = self.main.run, self.main.parent
+        self.lineage.run, self.lineage.parent = self.main.lineage.run, self.main.lineage.parent
         return super().commit(attempt, stored, facts)
 
     def commit_manifest(self, attempt: Attempt, manifest: Manifest, receipts: Mapping[str, str]) -> None:

@@ -32,7 +32,7 @@ _log = logging.getLogger("ckpt")
 def warn_of_unsaved(root: RootWriter, taken_at: int) -> None:
     """Warn if no checkpoint of the run is as new as the snapshot of this step. What cannot be listed is not judged."""
     with suppress(StorageError):
-        found = manifests_of_run(root.storage, root.run)
+        found = manifests_of_run(root.storage, root.lineage.run)
         steps = [int(manifest.progress.get("step", 0)) for manifest in found]
         if max(steps, default=0) < taken_at:
             there = f"step {max(steps):,}" if steps else "none"

@@ -260,7 +260,7 @@ class _Reading:
         root, name = self._root(), self._files.checkpoint
         if root is None:
             return
-        linkable = root.linkable  # a save may replace it meanwhile
+        linkable = root.links.files  # a save may replace it meanwhile
         if linkable.get(record.name) == EarlierFile(name, record):
             linkable.pop(record.name, None)
         if repair.is_damage:

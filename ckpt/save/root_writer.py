@@ -6,8 +6,8 @@ import logging
 import platform
 import threading
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -299,6 +299,46 @@ _log = logging.getLogger("ckpt")
 
 
 @dataclass
+class Lineage:
+    """Which run this is, and from which checkpoint its next one continues: every manifest says so."""
+
+    run: str = field(default_factory=lambda: uuid.uuid4().hex)
+    parent: str | None = None  # id of the checkpoint that the next one continues from
+    sequence: int = 0  # of the checkpoint that this run was resumed from
+    resumed: Mapping[str, Any] = field(default_factory=dict)  # what the next checkpoint says of the last load
+
+    def follow(self, manifest: Manifest, tier: int, passed_over: Mapping[str, str]) -> None:
+        """Continue from this checkpoint. A snapshot in memory (a negative tier) is no parent: the next checkpoint has
+        the same one as the snapshot."""
+        self.run, self.sequence = manifest.run, manifest.sequence
+        self.parent = manifest.id if tier >= 0 else manifest.parent
+        self.resumed = resumption(manifest, tier, passed_over)
+
+
+@dataclass
+class Links:
+    """This rank's files of an earlier checkpoint in the root, by name: those that are unchanged are linked to."""
+
+    files: dict[str, EarlierFile] = field(default_factory=dict)
+    are_known: bool = False  # they are those that this run has read or written last
+
+    def follow(self, name: str, written: Iterable[FileRecord]) -> None:
+        """Link to the files of a checkpoint that this run has read or written."""
+        self.files, self.are_known = {file.name: EarlierFile(name, file) for file in written}, True
+
+    def follow_unread(self, storage: Storage, name: str) -> None:
+        """Link what is unchanged since a checkpoint that this run has not read: after a resume from memory, too, frozen
+        weights are not written again."""
+        with suppress(StorageError):  # then everything is written
+            manifest = find(storage, name).manifest
+            files = manifest.files if manifest is not None else ()
+            self.files = {file.name: EarlierFile(name, file, was_read=False) for file in files}
+
+    def clear(self) -> None:
+        self.files, self.are_known = {}, False
+
+
+@dataclass
 class RootWriter:
     """The only writer of a root, for one run.
 
@@ -313,19 +353,15 @@ class RootWriter:
     hosts: Hosts = field(default_factory=Hosts)
     numbering: Numbering = field(default_factory=Numbering)
     seal: Seal = field(default_factory=Seal)
-    run: str = field(default_factory=lambda: uuid.uuid4().hex)
-    parent: str | None = None  # id of the checkpoint that the next one continues from
-    sequence: int = 0  # of the checkpoint that this run was resumed from
-    resumed: Mapping[str, Any] = field(default_factory=dict)  # what the next checkpoint says of the last load
+    lineage: Lineage = field(default_factory=Lineage)
+    links: Links = field(default_factory=Links)
     damaged: set[str] = field(default_factory=set)
-    linkable: dict[str, EarlierFile] = field(default_factory=dict)  # this rank's files of the last checkpoint, by name
     has_resumed: bool = False  # a save before that is refused: it would commit a fresh start next to older checkpoints
     failed_load: str = ""  # why the last load failed; until one succeeds, newer checkpoints may exist unseen
     on_hold: Callable[[], None] | None = None  # called when the root is locked
     held: HeldRoot | None = None
-    early: EarlyLock | None = None  # of a resume under way
     _has_committed: bool = False
-    _knows_links: bool = False  # whether `linkable` is what this run has read or written last
+    _early: EarlyLock | None = None  # of a resume under way
     _unsure: dict[str, Manifest] = field(default_factory=dict)  # whose commit failed, and may have taken effect
     _last_sequence: int = 0  # the highest that this run has written, or tried to
     _reserved: int = 0  # the sequence number of the save under way
@@ -354,14 +390,13 @@ class RootWriter:
         """Continue from this checkpoint, which was loaded: it is the parent of the next one.
 
         Files are linked from what was read. If it was read elsewhere, they are linked from the root's last checkpoint,
-        and read before that: see `link_from`.
-        A snapshot in memory (a negative tier) is no parent: the next checkpoint has the same one as the snapshot.
+        and read before that: see `unread_newest`.
         """
-        self.run, self.sequence = manifest.run, manifest.sequence
-        self.parent = manifest.id if tier >= 0 else manifest.parent
-        self.resumed = resumption(manifest, tier, passed_over or {})
-        self.linkable = {file.name: EarlierFile(manifest.name, file) for file in manifest.files if tier == 0}
-        self._knows_links = tier == 0
+        self.lineage.follow(manifest, tier, passed_over or {})
+        if tier == 0:
+            self.links.follow(manifest.name, manifest.files)
+        else:
+            self.links.clear()
         self.has_resumed = True
         self.damaged |= set(damaged)
         if self.hosts.separate_roots and self.owns_root and tier >= 0:
@@ -369,24 +404,44 @@ class RootWriter:
 
     def advance(self, name: str, id: str, written: Iterable[FileRecord]) -> None:
         """Continue from the checkpoint that all ranks have just committed, of which this rank wrote these files."""
-        self.linkable = {file.name: EarlierFile(name, file) for file in written}
-        self._knows_links = True
-        self.parent = id
+        self.links.follow(name, written)
+        self.lineage.parent = id
 
     @property
     def unread_newest(self) -> str | None:
         """On the main rank: the root's last checkpoint, if this run has neither read nor written it."""
-        if self._knows_links or isinstance(self.storage, Staging):
+        if self.links.are_known or isinstance(self.storage, Staging):
             return None
         return next((known.name for known in self._committed if known.name not in self.damaged), None)
 
-    def link_from(self, name: str) -> None:
-        """Link what is unchanged since a checkpoint that this run has not read: after a resume from memory, too, frozen
-        weights are not written again."""
-        with suppress(StorageError):  # then everything is written
-            manifest = find(self.storage, name).manifest
-            files = manifest.files if manifest is not None else ()
-            self.linkable = {file.name: EarlierFile(name, file, was_read=False) for file in files}
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """Raise where another run holds the root, or its lock is none: objects would hold what it cannot continue.
+
+        A remote root stays locked, so that what a load lists there need not be listed again by `hold`. If that is not
+        called in this context, the root is released. Every rank makes this call.
+        """
+
+        def lock() -> None:
+            if not self.owns_root or self.is_held:
+                return
+            with ExitStack() as held:
+                lock_root(self.storage, held)
+                if not self.storage.is_local:
+                    self._early = EarlyLock(held.pop_all())
+
+        try:
+            run_on_all_ranks(self.ranks, "resume() (root)", lock)
+            yield
+        finally:
+            early, self._early = self._early, None
+            if early is not None:
+                early.lock.close()
+
+    def note_listing(self, listed: Overview) -> None:
+        """A load has listed the root. If it was locked before that, `hold` need not list it again."""
+        if self._early is not None:
+            self._early.listed = listed
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint, unless it is being read. No save may be under way."""
@@ -410,7 +465,7 @@ class RootWriter:
     def _hold(self) -> None:
         with self._holding:
             if self.held is None:
-                early, self.early = self.early, None
+                early, self._early = self._early, None
                 self.held = HeldRoot.acquire(self.storage, self.mirror, self.damaged, self.on_hold, early)
 
     def _release(self) -> None:
@@ -507,7 +562,7 @@ class RootWriter:
 
     @property
     def _highest(self) -> int:
-        return max(self.sequence, self._last_sequence, self._newest.sequence if self._newest else 0)
+        return max(self.lineage.sequence, self._last_sequence, self._newest.sequence if self._newest else 0)
 
     def commit(self, attempt: Attempt, stored: list[WrittenFile], facts: Mapping[str, Any]) -> Manifest:
         """Write the manifest, with the next sequence number, and return it."""
@@ -517,9 +572,9 @@ class RootWriter:
             id=attempt.id,
             sequence=max(self._reserved, next_sequence(self._highest)),
             created=utc_now(),
-            run=self.run,
-            parent=self.parent,
-            resumed=self.resumed,
+            run=self.lineage.run,
+            parent=self.lineage.parent,
+            resumed=self.lineage.resumed,
             files=tuple(sorted((record.file for record in stored), key=lambda file: file.path)),
             versions=versions(),
             hardware=device_name(),
@@ -548,7 +603,7 @@ class RootWriter:
         assert self.held is not None
         self.held.add(manifest, version)
         self.damaged.discard(manifest.name)
-        self._has_committed, self.resumed = True, {}
+        self._has_committed, self.lineage.resumed = True, {}
         if self.mirror is not None:
             self.mirror.enqueue(manifest)
 
@@ -588,12 +643,12 @@ class ElsewhereWriter(RootWriter):
 
     def _refuse_unsafe(self, name: str) -> None:
         """A fresh start replaces nothing but what this run has saved there itself."""
-        self.has_resumed = self.has_resumed or (self._newest is not None and self._newest.run == self.run)
+        self.has_resumed = self.has_resumed or (self._newest is not None and self._newest.run == self.lineage.run)
         super()._refuse_unsafe(name)
 
     def _begin(self, attempt: Attempt, paths: list[str]) -> Attempt:
         older = self.committed_as(attempt.name)
-        if older is not None and older.run != self.run:
+        if older is not None and older.run != self.lineage.run:
             _log.warning("%s/%s, a checkpoint of another run, is replaced", self.storage.url, attempt.name)
         return super()._begin(attempt, paths)
 
@@ -618,9 +673,7 @@ def writer_at(folder: str, root: RootWriter) -> ElsewhereWriter:
         hosts=root.hosts,
         numbering=root.numbering,
         seal=root.seal,
-        run=root.run,
-        parent=root.parent,
-        sequence=root.sequence,
+        lineage=replace(root.lineage, resumed={}),
         has_resumed=root.has_resumed,
         failed_load=root.failed_load,
     )

@@ -5,21 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 
 from ckpt.errors import NotDurableError
-from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
+from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN
-from ckpt.root.catalog import Overview
 from ckpt.root.commit import SaveReport, SaveReports
-from ckpt.root.lock import lock_root
 from ckpt.save.capture import ComparisonHistory
 from ckpt.save.read_back import CommittedFiles, ReadBack
-from ckpt.save.root_writer import EarlyLock, RootWriter
+from ckpt.save.root_writer import RootWriter
 from ckpt.save.snapshot.snapshots import Snapshot, Snapshots
 from ckpt.save.transaction import SaveRequest, SaveTransaction
 from ckpt.storage import Staging
@@ -116,31 +113,6 @@ class SaveQueue:
             self._is_running = save is not None
             self._turn.notify_all()
             return save
-
-
-@contextmanager
-def taking(writer: RootWriter) -> Iterator[None]:
-    """Raise where another run holds the root, or its lock is none: objects would hold what it cannot continue.
-
-    A remote root stays locked, so that what a load lists there need not be listed again by `RootWriter.hold`. If that
-    is not called in this context, the root is released. Every rank makes this call.
-    """
-
-    def lock() -> None:
-        if not writer.owns_root or writer.is_held:
-            return
-        with ExitStack() as held:
-            lock_root(writer.storage, held)
-            if not writer.storage.is_local:
-                writer.early = EarlyLock(held.pop_all())
-
-    try:
-        run_on_all_ranks(writer.ranks, "resume() (root)", lock)
-        yield
-    finally:
-        early, writer.early = writer.early, None
-        if early is not None:
-            early.lock.close()
 
 
 _log = logging.getLogger("ckpt")
@@ -279,15 +251,6 @@ class Saver:
             time.sleep(_PAUSE)
         self._channel.abandon()
 
-    def taking_root(self) -> AbstractContextManager[None]:
-        """Raise if the root cannot be this run's: for a load, and `hold` after it. Every rank makes this call."""
-        return taking(self.root)
-
-    def note_listing(self, listed: Overview) -> None:
-        """A load has listed the root. If it was locked before that, `hold` need not list it again."""
-        if self.root.early is not None:
-            self.root.early.listed = listed
-
     def release_idle(self) -> None:
         """Give back the memory of the last save, unless a save is under way or its files are being read back."""
         if not self.busy and not self.read_back.busy:
@@ -394,4 +357,4 @@ def _committed(save: SaveTransaction) -> CommittedFiles:
     if save.snapshot is not None and save.snapshot.in_host_memory:
         in_memory |= save.snapshot.files
         in_memory |= {file.path: file for file in save.captured.value.diverged_files}
-    return CommittedFiles(save.request.name, save.root.parent or "", tuple(save.written), in_memory)
+    return CommittedFiles(save.request.name, save.root.lineage.parent or "", tuple(save.written), in_memory)

@@ -83,7 +83,7 @@ def _removable(root: RootWriter, held: HeldRoot, name: str, facts: Mapping[str, 
         return []
     step, metrics = facts["progress"]["step"], facts["metrics"]
     number = max(summary.sequence for summary in held.committed) + 1
-    new = Summary(name=name, id="", sequence=number, created="", run=root.run, step=step, metrics=metrics)
+    new = Summary(name=name, id="", sequence=number, created="", run=root.lineage.run, step=step, metrics=metrics)
     names = {*root.keep.removable([new, *others], root.damaged)} - {newest}
     return [summary for summary in reversed(others) if summary.name in names]
 
@@ -368,14 +368,14 @@ class SaveTransaction:
     def _write(self, attempt: Attempt, unread: str | None) -> list[dict[str, Any]]:
         captured: CapturedState = self.captured.value
         if unread is not None and any(file.likely_unchanged for file in captured.files):
-            self.root.link_from(unread)
+            self.root.links.follow_unread(self.root.storage, unread)
         if not captured.writes_common:
             captured.join_gathers()
         self.documents = [*self.documents, *self._own_documents]
         live = [*captured.files, *(self.documents if captured.writes_common else self._own_documents)]
         files = [*(self._snapshot_files.get(file.path, file) for file in live), *captured.diverged_files]
         began = time.monotonic()
-        stored = attempt.write(self.root.storage, files, self.root.linkable, show=captured.rank == MAIN)
+        stored = attempt.write(self.root.storage, files, self.root.links.files, show=captured.rank == MAIN)
         self.seconds["copied"] = self.copied_at - self.started
         self.seconds["written"] = time.monotonic() - began
         self.written = [entry.file for entry in stored]

@@ -292,7 +292,7 @@ class TestAFileThatTheDiskDoesNotReturn:
             manager.save_state("a")
             finish(manager)
             assert not manager.session.saver.root.damaged
-            assert "model.safetensors" not in manager.session.saver.root.linkable
+            assert "model.safetensors" not in manager.session.saver.root.links.files
         assert "was written again, not yet read back: its folder could not be synced. Check the disk" in caplog.text
         assert ckpt.verify(root) == {"a": []}
 
@@ -657,7 +657,7 @@ class TestStopping:
             stopping.join()
             assert order == ["written", "stopped"]
             assert not manager.session.saver.root.damaged
-            assert "model.safetensors" not in manager.session.saver.root.linkable
+            assert "model.safetensors" not in manager.session.saver.root.links.files
         assert errors(caplog)[1] == (
             f"{root}/{MODEL} was written again, not yet read back: a save, a load or close() has come before. Check "
             f"the disk, and run `ckpt verify {root}/a`."
@@ -684,7 +684,7 @@ class TestStopping:
         assert "is not repaired: a save, a load or close() has come before" in caplog.text
         assert disk.written.count(MODEL) == 1
         assert manager.session.saver.root.damaged == {"a"}
-        assert "model.safetensors" not in manager.session.saver.root.linkable
+        assert "model.safetensors" not in manager.session.saver.root.links.files
 
     def test_it_frees_the_copy_of_the_state_on_the_thread_that_stops_it(self, root: Folder) -> None:
         """Freed by a daemon thread while the interpreter finalizes, a tensor would abort the process."""
