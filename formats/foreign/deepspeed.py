@@ -294,30 +294,9 @@ def master_weight(found: Any, shape: Sizes | None, where: str) -> PiecedTensor:
         return tensor_at(flat.reader, where, flat.dtype, 0, shape)
 
 
-@dataclass(frozen=True)
-class _WidenedRegion(Region):
-    """A region whose elements become larger when they are read."""
-
-    stored: Region
-
-    def read_into(self, offsets: Sizes, target: torch.Tensor) -> None:
-        read = torch.empty(target.shape, dtype=self.stored.dtype)
-        self.stored.read_into(offsets, read)
-        target.copy_(read)
-
-
 def widened(tensor: PiecedTensor) -> PiecedTensor:
-    """A tensor of 16 bits in fp32, which has all its numbers; another as it is."""
-    if tensor.dtype not in (torch.float16, torch.bfloat16):
-        return tensor
-    pieces = tuple(Piece(piece.box, _widened_region(piece.region)) for piece in tensor.pieces)
-    return PiecedTensor(torch.float32, tensor.shape, pieces)
-
-
-def _widened_region(stored: Region) -> Region:
-    return _WidenedRegion(
-        stored.reader, stored.where, torch.float32, stored.start, stored.sizes, stored.strides, stored
-    )
+    """A tensor of 16 bits in fp32, which has all its numbers, cast as it is read; another as it is."""
+    return replace(tensor, dtype=torch.float32) if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 _FILE = re.compile(r"zero/(?P<name>[^/]+)/(?P<key>[^/]+)\.pt")

@@ -146,7 +146,7 @@ class TestLargeObjects:
     def test_a_link_to_a_large_object_is_copied_by_the_server_in_parts(
         self, s3: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ckpt.storage.s3.write.COPIED_AT_ONCE", 6 * MB)
+        monkeypatch.setattr("ckpt.storage.s3.objects.COPIED_AT_ONCE", 6 * MB)
         storage = open_storage(s3)
         data = os.urandom(MB) * 17
         storage.write("a", [data])
