@@ -17,7 +17,7 @@ from ckpt.root.catalog import Overview, check_name
 from ckpt.root.folder import ROOT_ITSELF, Folder, open_url
 from ckpt.root.mirror import MirrorPatience
 from ckpt.storage import LocalStorage, Storage, place_of
-from ckpt.storage.local.one_folder import OneFolder
+from ckpt.storage.local.storage import OneFolder
 
 _OURS, _THEIRS, _NOBODYS = CKPT.name, ACCELERATE.name, ""
 

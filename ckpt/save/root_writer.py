@@ -35,7 +35,7 @@ from ckpt.util.console import format_size, utc_now
 from ckpt.version import __version__
 
 if TYPE_CHECKING:
-    from ckpt.storage.local.one_folder import OneFolder
+    from ckpt.storage.local.storage import OneFolder
 
 
 @dataclass
@@ -665,7 +665,7 @@ def writer_at(folder: str, root: RootWriter) -> ElsewhereWriter:
         _log.info(
             "%s is outside %s: resume() does not look there, and Keep does not count it", folder, root.storage.url
         )
-    from ckpt.storage.local.one_folder import OneFolder  # a run that saves into its root alone needs none of it
+    from ckpt.storage.local.storage import OneFolder  # a run that saves into its root alone needs none of it
 
     return ElsewhereWriter(
         OneFolder(folder),

@@ -16,7 +16,7 @@ import ckpt
 from ckpt.root import commit
 from ckpt.save.snapshot import fetch, tensor_copies
 from ckpt.storage.base import StablePieces
-from ckpt.storage.local import tmpfs_write, volatile
+from ckpt.storage.local import volatile
 from ckpt.storage.local.volatile import VolatileStorage
 from ckpt.util.aligned_memory import MappedRange
 from tests.helpers.simulated_device import SimulatedDevice, simulate
@@ -46,7 +46,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of all large files that were written by a copy."""
     sizes: list[int] = []
-    own = tmpfs_write.overwrite
+    own = volatile.overwrite
 
     def overwrite(descriptor: int, pieces: Any) -> None:
         own(descriptor, pieces)

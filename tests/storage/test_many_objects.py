@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from ckpt.storage import ObjectStorage, open_storage
-from ckpt.storage.s3.connection import Connection
+from ckpt.storage.s3.connection import Connection, parsed
 from ckpt.storage.s3.objects import S3Objects
-from ckpt.storage.s3.session import parsed
 from tests.helpers.seaweed import BUCKET, Server
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from ckpt.errors import FullError
 from ckpt.storage import StablePieces, Storage
-from ckpt.storage.local import tmpfs_write
+from ckpt.storage.local import volatile
 from ckpt.storage.local.volatile import VolatileStorage
 from tests.helpers.namespaces import with_tmpfs
 from tests.helpers.storage_contract import StorageContract, sizes
@@ -93,7 +93,7 @@ def test_a_sweep_gives_them_back_too(storage: VolatileStorage, tmp_path: Path) -
 def test_pieces_are_written_by_several_threads_in_their_places(
     storage: VolatileStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tmpfs_write, "_CHUNK", 1000)
+    monkeypatch.setattr(volatile, "_CHUNK", 1000)
     data = os.urandom(12_345)
     views = [memoryview(data)[start : start + 2_501] for start in range(0, len(data), 2_501)]
     storage.write("object", StablePieces(len(data), lambda: iter(views)))
@@ -107,7 +107,7 @@ def _pieces(data: bytes, size: int) -> Iterator[memoryview]:
 def test_pieces_over_a_deleted_file_are_written_in_their_places(
     storage: VolatileStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tmpfs_write, "_CHUNK", 300_000)
+    monkeypatch.setattr(volatile, "_CHUNK", 300_000)
     for size in (3 * LARGE, 3 * LARGE - 12_345, 4 * LARGE):
         data = os.urandom(size)
         storage.write(f"{size}", StablePieces(size, partial(_pieces, data, 777_777)))
@@ -122,7 +122,7 @@ def test_an_error_of_the_pieces_is_the_one_that_is_raised(
         yield memoryview(bytes(4000))
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(tmpfs_write, "_CHUNK", 1000)
+    monkeypatch.setattr(volatile, "_CHUNK", 1000)
     with pytest.raises(RuntimeError, match="the device is gone"):
         storage.write("object", StablePieces(9000, pieces))
     assert sizes(storage) == {}
@@ -166,8 +166,8 @@ def test_a_full_tmpfs_is_an_error_where_pages_cannot_be_asked_for(
     def fail(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tmpfs_write, "_CHUNK", 1000)
-    monkeypatch.setattr(tmpfs_write, "make_resident", lambda view: False)
+    monkeypatch.setattr(volatile, "_CHUNK", 1000)
+    monkeypatch.setattr(volatile, "make_resident", lambda view: False)
     monkeypatch.setattr(os, "pwrite", fail)
     with pytest.raises(FullError, match="No space left on device"):
         storage.write("object", [bytes(5000)])
