@@ -162,6 +162,9 @@ def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
 _SNAPSHOT = re.compile(r"((.*)/models--[^/]+)/snapshots/[0-9a-f]{40}(?:/.*)?")
 
 
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
 class OutsideError(AbsentError, ConfigError):
     """A symbolic link leads out of the root: for whoever reads the root, nothing is there."""
 
@@ -182,8 +185,29 @@ class Tree:
         path = self._root / check_key(key)
         words = key.split("/") if followed else key.split("/")[:-1]
         if self._has_links(words) and not self._is_below(os.path.realpath(path if followed else path.parent)):
-            raise OutsideError(f"{self._shown}/{key} leads out of the root through a symbolic link. It is not touched.")
+            raise self._outside(key)
         return path
+
+    def _outside(self, key: str) -> OutsideError:
+        return OutsideError(f"{self._shown}/{key} leads out of the root through a symbolic link. It is not touched.")
+
+    @contextmanager
+    def held(self, key: str) -> Iterator[Path]:
+        """The path of `key`, through its folder, which is open: whoever exchanges that for a link leads nobody out."""
+        path = self.path(key)
+        real = os.path.realpath(path.parent)
+        base = self._bound(real)
+        if base is None:
+            raise self._outside(key)
+        folder = os.open(base, _FOLDER)
+        try:
+            for word in Path(real).relative_to(base).parts:
+                inner = os.open(word, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+                os.close(folder)
+                folder = inner
+            yield Path(f"/proc/self/fd/{folder}", path.name)
+        finally:
+            os.close(folder)
 
     def walk(self, prefix: str, *, other_roots: bool = True) -> Iterator[tuple[str, Iterable[str]]]:
         """The folders below `prefix`, with the names of what is in them and is no folder. Links are not followed.
@@ -221,8 +245,12 @@ class Tree:
         return any(os.path.islink(path) for path in accumulate(words, "{}/{}".format, initial=str(self._root)))
 
     def _is_below(self, real: str) -> bool:
+        return self._bound(real) is not None
+
+    def _bound(self, real: str) -> str | None:
+        """The folder, of those that links may lead to, that has this path in it."""
         roots = map(os.path.realpath, self._bounds)
-        return any(os.path.commonpath([root, real]) == root for root in roots)
+        return next((root for root in roots if os.path.commonpath([root, real]) == root), None)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -422,10 +450,9 @@ class LocalStorage:
     def delete(self, keys: Iterable[str]) -> None:
         self._locks.confirm()
         for key in keys:
-            path = self._path(key)
-            with self._translated_errors("delete", key), suppress(*NOTHING_THERE):
+            with self._translated_errors("delete", key), suppress(*NOTHING_THERE), self._tree.held(key) as path:
                 self._unlink(path)
-            self._drop_empty(path.parent)
+            self._drop_empty(key)
 
     def _unlink(self, path: Path) -> None:
         path.unlink()
@@ -444,10 +471,9 @@ class LocalStorage:
         with self._translated_errors("sweep", prefix):
             for left in list(self.unfinished(prefix)):
                 if age is None or left.age >= age:
-                    path = self._root / left.key
-                    with suppress(FileNotFoundError):
+                    with suppress(*NOTHING_THERE), self._tree.held(left.key) as path:
                         path.unlink()
-                    self._drop_empty(path.parent)
+                    self._drop_empty(left.key)
 
     @contextmanager
     def lock(self, key: str, *, shared: bool = False, note: str = "") -> Iterator[None]:
@@ -467,13 +493,15 @@ class LocalStorage:
     def _path(self, key: str, *, followed: bool = False) -> Path:
         return self._tree.path(key, followed=followed)
 
-    def _drop_empty(self, folder: Path) -> None:
-        while folder != self._root and self._root in folder.parents:
+    def _drop_empty(self, key: str) -> None:
+        """Remove the folders of a key that have nothing left in them."""
+        while "/" in key:
+            key = key.rpartition("/")[0]
             try:
-                folder.rmdir()
+                with self._tree.held(key) as folder:
+                    folder.rmdir()
             except OSError:
                 return
-            folder = folder.parent
 
     @contextmanager
     def _translated_errors(self, verb: str, key: str) -> Iterator[None]:

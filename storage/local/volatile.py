@@ -100,8 +100,8 @@ _SPARE = re.compile(rf"\.spare-(\d+)-[0-9a-f]{{12}}{re.escape(TEMPORARY)}")
 class _MemoryTree(Tree):
     """Follows links to held memory. Where its holder has ended, nothing is there."""
 
-    def _is_below(self, real: str) -> bool:
-        return real == HELD or super()._is_below(real)
+    def _bound(self, real: str) -> str | None:
+        return HELD if real == HELD else super()._bound(real)
 
 
 class VolatileStorage(LocalStorage):

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -179,6 +179,36 @@ class TestLinks:
         assert set(sizes(storage)) == {"file"}
         storage.sweep()
         assert everything(outside) == {"object", ".left.ckpt-tmp"}
+
+    @pytest.mark.parametrize("remove", ["delete", "sweep"])
+    def test_whoever_exchanges_a_folder_for_a_link_while_it_is_emptied_leads_nobody_out(
+        self, storage: LocalStorage, outside: Path, tmp_path: Path, remove: str
+    ) -> None:
+        theirs, name = tmp_path / "root" / "theirs", "object" if remove == "delete" else ".left.ckpt-tmp"
+        ended = threading.Event()
+
+        def exchange() -> None:
+            while not ended.is_set():
+                theirs.rename(tmp_path / "aside")
+                theirs.symlink_to(outside)
+                theirs.unlink()
+                (tmp_path / "aside").rename(theirs)
+
+        theirs.mkdir()
+        (theirs / "stays").write_bytes(b"")
+        thread = threading.Thread(target=exchange)
+        thread.start()
+        try:
+            for _ in range(300):
+                with suppress(StorageError, ConfigError, OSError):
+                    (theirs / name).write_bytes(b"ours")
+                (outside / name).write_bytes(b"mine")
+                with suppress(StorageError, ConfigError):
+                    storage.delete(["theirs/object"]) if remove == "delete" else storage.sweep("theirs")
+                assert (outside / name).is_file()
+        finally:
+            ended.set()
+            thread.join()
 
     def test_a_root_that_is_a_link_itself_is_followed(self, tmp_path: Path, outside: Path) -> None:
         (tmp_path / "link").symlink_to(outside)
