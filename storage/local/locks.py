@@ -8,6 +8,7 @@ import logging
 import os
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -228,17 +229,47 @@ def _warn_without_locks(root: str) -> None:
         _log.warning("%s: this filesystem has no locks. Make sure that only one run writes there at a time.", root)
 
 
+_PATIENCE = 30.0  # seconds: it is held for a rename
+
+
 @contextmanager
 def locked_directory(folder: Path) -> Iterator[None]:
-    """Hold a directory exclusively, waiting for the present holder to release it."""
+    """Hold a directory exclusively, waiting for the present holder to release it, but not without end."""
     with no_fork:  # a child must not get a copy of the lock
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise
+            _lock_in_time(descriptor, folder)
             yield
         finally:
             close(descriptor)
+
+
+def _lock_in_time(descriptor: int, folder: Path) -> None:
+    end, pause = time.monotonic() + _PATIENCE, 0.001
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                return
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+        if time.monotonic() > end:
+            raise LockedError(
+                f"{folder} has been locked for {_PATIENCE:.0f} s by {_holders(descriptor)}. ckpt itself locks it only "
+                "while it renames a file. End that process, or keep other users out of the folder. Nothing was changed."
+            )
+        time.sleep(pause)
+        pause = min(0.05, 2 * pause)
+
+
+def _holders(descriptor: int) -> str:
+    """Who holds an flock on an open file, as far as the system tells."""
+    status, found = os.fstat(descriptor), []
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/locks").read_text().splitlines():  # 1: FLOCK  ADVISORY  WRITE 1234 fd:01:5678 0 EOF
+            words = line.split()
+            if words[1] == "FLOCK" and int(words[5].rpartition(":")[2]) == status.st_ino:
+                found.append(f"process {words[4]} of user {os.stat(f'/proc/{words[4]}').st_uid}")
+    return " and ".join(found) or "another process"

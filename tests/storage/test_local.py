@@ -19,6 +19,7 @@ import pytest
 from ckpt.errors import ConfigError, ConflictError, FullError, LockedError, StorageError, TruncatedError
 from ckpt.root.catalog import LOCK
 from ckpt.storage import LocalStorage, Storage
+from ckpt.storage.local import locks
 from ckpt.storage.local.storage import TEMPORARY
 from tests.helpers.storage_contract import StorageContract, sizes
 
@@ -216,6 +217,24 @@ class TestLinks:
         storage.write("folder/new", [b"x"])
         assert (outside / "folder" / "new").read_bytes() == b"x"
         assert set(sizes(storage)) == {"object", "folder/new"}
+
+
+@pytest.mark.slow
+def test_whoever_may_read_the_root_can_lock_it_but_not_stop_a_save_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "_PATIENCE", 0.2)
+    storage = LocalStorage(tmp_path)
+    code = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); print(); input()"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        with pytest.raises(LockedError, match=f"locked for .* by process {holder.pid} of user {os.getuid()}"):
+            storage.write("a", [b"x"], over=None)
+        holder.communicate(b"\n")
+    storage.write("a", [b"x"], over=None)
+    assert storage.read("a") == b"x"
 
 
 def test_where_there_are_no_hard_links_a_link_is_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
