@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -31,6 +30,7 @@ from ckpt.ranks.hosts import Hosts
 from ckpt.root import catalog
 from ckpt.root.catalog import find
 from ckpt.root.manifest_files import rank_of
+from ckpt.root.mirror import Throttle
 from ckpt.storage import Storage
 from ckpt.util.option_values import parse_size
 from ckpt.util.threads import ThreadCall
@@ -134,19 +134,6 @@ class LinkError(StorageError):
 
 
 @dataclass
-class Pace:
-    """Keeps transfers below a number of bytes per second."""
-
-    bandwidth: float
-    _free_at: float = 0.0  # when what was sent so far is paid for
-
-    def wait(self, size: int) -> None:
-        now = time.monotonic()
-        self._free_at = max(self._free_at, now) + size / self.bandwidth
-        time.sleep(max(0.0, self._free_at - now - 0.01))  # a short sleep would be too long
-
-
-@dataclass
 class HostLink:
     """A connection between the first ranks of all hosts."""
 
@@ -175,13 +162,13 @@ class HostLink:
         sizes = {entry.key: entry.size for entry in storage.list(name)}
         header = {"name": name, "id": manifest.id, "files": [(key, sizes[key]) for key in keys]}
         self._send_header(header, receiver)
-        pace, block = Pace(self.bandwidth), torch.empty(_BLOCK, dtype=torch.uint8)
+        throttle, block = Throttle(self.bandwidth), torch.empty(_BLOCK, dtype=torch.uint8)
         for key in keys:
             for start in range(0, sizes[key], _BLOCK):
                 part = block[: min(_BLOCK, sizes[key] - start)]
                 storage.read_into(key, start, part.numpy().data)
                 self._send(part, receiver)
-                pace.wait(len(part))
+                throttle.passed(len(part))
         self._receive(torch.empty(1, dtype=torch.uint8), receiver, _DONE)
 
     def receive(self, storage: Storage, sender: int) -> str:

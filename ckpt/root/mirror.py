@@ -261,12 +261,12 @@ class Copies:
         files = [file for file in missing if self._is_mine(name, file)]
         total = sum(file.size for file in files)
         with progress_bar(f"copying {name}", total, in_bytes=True, show=total > PROGRESS_MIN_BYTES) as advance:
-            throttle = _Throttle(self.bandwidth, advance, self._pause)
+            throttle = Throttle(self.bandwidth, self._pause)
             newest = None if sha256 or not files else self._manifest_of(self.newest)
             for file in files:
                 if newest is None or not self._link(newest, name, file):  # the newest copy's hashes are its own claim
                     pieces = VerifiedFile.of(self.source, name, file, sha256=sha256).pieces()
-                    self.target.write(f"{name}/{file.path}", throttle.limit(pieces))
+                    self.target.write(f"{name}/{file.path}", throttle.limit(pieces, advance))
 
     def _pause(self, seconds: float) -> None:
         """Wait between two pieces, as the bandwidth asks for. Raises when the copy is given up."""
@@ -316,22 +316,25 @@ def _same_bytes(file: FileRecord, other: FileRecord) -> bool:
 
 
 @dataclass
-class _Throttle:
-    """Limits the mean rate since it was made to `bandwidth` bytes per second."""
+class Throttle:
+    """Limits the mean rate since it was made to `bandwidth` bytes per second, by pauses."""
 
     bandwidth: float | None
-    advance: Callable[[float], None]
-    pause: Callable[[float], None]
+    pause: Callable[[float], None] = field(default_factory=lambda: time.sleep)
     _count: int = 0
-    _began: float = field(default_factory=time.monotonic)
+    _began: float = field(default_factory=lambda: time.monotonic())
 
-    def limit(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+    def limit(self, pieces: Iterable[memoryview], advance: Callable[[float], None]) -> Iterator[memoryview]:
         for piece in pieces:
             yield piece
-            self._count += len(piece)
-            self.advance(len(piece))
-            due = 0.0 if self.bandwidth is None else self._count / self.bandwidth
-            self.pause(max(0.0, due - (time.monotonic() - self._began)))
+            advance(len(piece))
+            self.passed(len(piece))
+
+    def passed(self, size: int) -> None:
+        """So many bytes were sent: wait until more may be."""
+        self._count += size
+        due = 0.0 if self.bandwidth is None else self._count / self.bandwidth
+        self.pause(max(0.0, due - (time.monotonic() - self._began)))
 
 
 @dataclass

@@ -15,6 +15,7 @@ from ckpt import list_checkpoints, verify
 from ckpt.memory import room
 from ckpt.memory.keeper_process import living_keeper
 from ckpt.memory.place import MemoryPlace
+from ckpt.storage.local import volatile
 from tests.campaign import damage
 from tests.campaign.children import Voice
 from tests.campaign.training import Training
@@ -45,7 +46,7 @@ def memory(trial: Trial) -> None:
 def keeper(trial: Trial) -> None:
     """The keeper is frozen or killed while a run trains: no step waits for it."""
     how, small = ("SIGSTOP", "SIGKILL")[trial.index % 2], trial.index % 4 >= 2
-    trial.scenario = f"keeper, {'memfds' if small else 'files'}: {how}"
+    trial.scenario = f"keeper, {'held memory' if small else 'files'}: {how}"
     with _Keepers(trial) as keepers:
         child = trial.start(_remembering, str(trial.root), _memory_of(trial), "on", small, 60)
         child.hear(f"step {_EVERY + 1}")
@@ -122,6 +123,7 @@ def _remembering(voice: Voice, root: str, place: str, keeper: str, small: bool, 
     if small:
         no_room = SimpleNamespace(f_bavail=0, f_frsize=4096, f_blocks=1)
         vars(room)["os"] = SimpleNamespace(statvfs=lambda path: no_room)  # the tmpfs is too small
+        vars(volatile)["_LARGE"] = 1  # and the keeper holds every file
     training = Training()
     with training.manager(root, memory=1, **options("keep", wait=True)) as manager:
         restored = manager.resume()

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.memory.replicas import SLOT, Held, Pace, Transfer, bandwidth, plan_transfers
+from ckpt.memory.replicas import SLOT, Held, Transfer, bandwidth, plan_transfers
 from ckpt.memory.slot_storage import REPLICA
+from ckpt.root.mirror import Throttle
 from ckpt.storage import LocalStorage
 from tests.helpers.namespaces import Node, run_on_nodes
 from tests.memory.host_jobs import Job
@@ -205,14 +206,14 @@ class TestPlan:
         assert plan_transfers([*ALL_OWN, whole], {0: (0,)}, 1) == [Transfer(2, REPLICA, "step-8", 0)]
 
 
-class TestPace:
+class TestBandwidth:
     def test_transfers_are_no_faster_than_allowed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         now = [0.0]
         monkeypatch.setattr(time, "monotonic", lambda: now[0])
         monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
-        pace = Pace(100.0)
+        throttle = Throttle(100.0)
         for _ in range(10):
-            pace.wait(50)
+            throttle.passed(50)
         assert now[0] == pytest.approx(5, abs=0.02)
 
     @pytest.mark.parametrize(("given", "bytes_per_second"), [("500MB", 500e6), ("", 1e9), ("fast", 1e9)])
