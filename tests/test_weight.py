@@ -10,7 +10,7 @@ from tests import weight
 
 PRIVATE_NAMES = 40
 ARGUMENTS = 15
-CROSSED = {"save": 87, "resume": 100, "steps": 25}
+CROSSED = {"save": 60, "resume": 73, "steps": 18}
 
 
 def test_private_names_of_others_are_in_one_package_alone() -> None:
