@@ -19,8 +19,7 @@ from ckpt.errors import AbsentError, StorageError, TransientError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, changed
 from ckpt.storage.clouds.errors import strange_answer
 from ckpt.storage.multipart import Body, scatter, split_into_parts
-from ckpt.storage.s3.connection import BytesMoved, Connection, gather_or_cancel
-from ckpt.storage.s3.errors import code_of, not_deleted
+from ckpt.storage.s3.connection import BytesMoved, Connection, code_of, gather_or_cancel, not_deleted
 
 if TYPE_CHECKING:
     import asyncio
