@@ -12,8 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from ckpt.errors import ConfigError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.integrations.lightning import CkptIO, request_of, verify
-from ckpt.load.choice import Choice
-from ckpt.load.select import Selection, choose
+from ckpt.load.select import Choice, Selection, choose
 from ckpt.memory.session_tier import build_tier, find_snapshots
 from ckpt.memory.tier import MemoryTier
 from ckpt.ranks.group import SingleProcess

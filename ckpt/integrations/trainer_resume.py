@@ -15,10 +15,8 @@ from ckpt.errors import ConfigError, DamagedError, MismatchError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.integrations.trainer_state import PART
 from ckpt.integrations.trainer_subclass import STATE_FILE
-from ckpt.load.candidates import list_memory
-from ckpt.load.choice import Choice
 from ckpt.load.reader import CheckpointReader
-from ckpt.load.select import MemoryTier, Selection, choose
+from ckpt.load.select import Choice, MemoryTier, Selection, choose, list_memory
 from ckpt.memory.session_tier import build_tier, find_snapshots
 from ckpt.options import ManagerOptions
 from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks

@@ -26,7 +26,7 @@ from ckpt.formats.tensors import Transfer, host_bytes
 from ckpt.ranks import hosts
 from ckpt.ranks.consensus import FollowingError, Result, decide_together
 from ckpt.ranks.group import Ranks
-from ckpt.ranks.liveness import LivenessWatch, format_ranks
+from ckpt.ranks.store import LivenessWatch, format_ranks
 from ckpt.root.verify import VerifiedFile
 
 _log = logging.getLogger("ckpt")

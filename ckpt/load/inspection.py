@@ -30,7 +30,7 @@ from ckpt.errors import (
 from ckpt.formats.native.documents import STATE
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.formats.native.shard_table import EVERY, ShardSpec, ShardTable
-from ckpt.load.accelerate_reader import read_any
+from ckpt.load.accelerate import read_any
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import Hosts

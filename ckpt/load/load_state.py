@@ -4,31 +4,93 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ckpt.data.loop import Loop
 from ckpt.data.progress import Progress
 from ckpt.data.tracked_loader import UnclaimedPositions
-from ckpt.errors import StateError
+from ckpt.errors import ConfigError, StateError
 from ckpt.formats.checks import damage_reported
 from ckpt.formats.native.manifest import Manifest
-from ckpt.load.accelerate_loaders import foreign_positions
-from ckpt.load.accelerate_reader import folder_of
-from ckpt.load.choice import Choice
-from ckpt.load.locations import Locations
+from ckpt.formats.registry import ACCELERATE, CKPT, claims
+from ckpt.load.accelerate import folder_of, foreign_positions
 from ckpt.load.reader import CheckpointReader
 from ckpt.load.restore import Restoration, RestoreRequest, rewinder
 from ckpt.load.restored import Restored, restored_from
-from ckpt.load.select import Candidate, Selection, choose
-from ckpt.ranks.consensus import run_on_all_ranks
+from ckpt.load.select import Candidate, Choice, MemoryTier, Selection, choose
+from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
 from ckpt.ranks.group import MAIN, Ranks
+from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
+from ckpt.root.catalog import Overview, check_name
+from ckpt.root.folder import ROOT_ITSELF, Folder, open_url
+from ckpt.root.mirror import MirrorPatience
 from ckpt.root.signing import Trust
 from ckpt.state import rng
 from ckpt.state.objects import ObjectSource
 from ckpt.state.parts import Notes
 from ckpt.state.registry import StateRegistry
+from ckpt.storage import LocalStorage, Storage, place_of
+from ckpt.storage.local.storage import OneFolder
 from ckpt.util.threads import gc_paused
+
+_OURS, _THEIRS, _NOBODYS = CKPT.name, ACCELERATE.name, ""
+
+
+@dataclass(frozen=True)
+class Locations:
+    """The root, then the mirror; which hosts share the root; and the storage options for a folder elsewhere.
+
+    `patience`: how long a load waits for a mirror that is away, if the root has what it looks for. `on_listed`: called
+    with what the root has.
+
+    `memory` finds the snapshots in the hosts' memory, on all ranks together; None if there is no such tier.
+    """
+
+    tiers: tuple[Storage, ...]
+    hosts: Hosts = ONE_SHARED_ROOT
+    options: Mapping[str, Any] | None = None
+    patience: MirrorPatience | None = None
+    memory: Callable[[], MemoryTier | None] = lambda: None
+    on_listed: Callable[[Overview], None] = lambda root: None
+
+    def resolve(self, name: str | None, ranks: Ranks) -> tuple[Locations, str | None]:
+        """Where a checkpoint may be, and its name there. A name with a slash is a path.
+
+        A path into the root, however it is spelled, names a checkpoint there. Elsewhere, a folder of Accelerate is a
+        root itself, and one of ckpt a checkpoint in a root where nothing else is looked at.
+        """
+        if not isinstance(name, str) or "/" not in name:
+            return self, None if name is None else check_name(name)
+        inside = self._name_in_root(name)
+        if inside is not None:
+            return self, check_name(inside)
+        folder = open_url(name, self.options)
+        kind = decide_together(ranks, f"load_state({name!r})", Result(), lambda _: _kind(folder))
+        if kind == _OURS and isinstance(folder, LocalStorage):
+            one = OneFolder(name)
+            return Locations((one,)), check_name(one.name)
+        if kind != _THEIRS:
+            raise ConfigError(
+                f"{name!r} cannot name a checkpoint in {self.tiers[0].url}, and is no folder that Accelerate "
+                "saved. Give a plain name; for a checkpoint of ckpt in another root, give StateManager that root."
+            )
+        return Locations((folder,)), ROOT_ITSELF
+
+    def _name_in_root(self, path: str) -> str | None:
+        root, _, name = path.rstrip("/").rpartition("/")
+        with suppress(ConfigError):  # what is above a URL need not be one
+            if place_of(open_url(root or "/", self.options)) == place_of(self.tiers[0]):
+                return name
+        return None
+
+
+def _kind(folder: Storage) -> str:
+    """Whose checkpoint a folder is."""
+    found = claims(Folder.of_checkpoint(folder, ROOT_ITSELF).files)
+    return next((kind for kind in (_OURS, _THEIRS) if kind in found), _NOBODYS)
+
 
 _log = logging.getLogger("ckpt")
 ELSEWHERE = 2  # in place of a tier: of the files of such a checkpoint, the root has none

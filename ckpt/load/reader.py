@@ -1,4 +1,8 @@
-"""Reads a checkpoint: the documents and trees of its parts at once, their tensors all together."""
+"""Reads a checkpoint: the documents and trees of its parts at once, their tensors all together.
+
+Tensors are whole in files, in pieces over the files of many ranks, or one rank's own. What a rank has of its own is
+checked before live objects are written to.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,13 @@ import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from ckpt.data.repartition import Layout as EpochLayout
 from ckpt.errors import DamagedError
 from ckpt.formats.checks import damage_reported
 from ckpt.formats.layout import Box, Layout, Members, over_all_ranks
@@ -22,15 +27,207 @@ from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.sharded_tensors import is_sharded, layout_of, local_tensor
 from ckpt.formats.tensors import Transfer, same_bytes
 from ckpt.load.broadcast import Broadcasts
-from ckpt.load.part_tensors import OwnTensors, PartTensors, WholeTensors
-from ckpt.load.rank_state import check_rank_state
 from ckpt.load.verified_read import read, read_verified, verify
 from ckpt.ranks.group import MAIN
 from ckpt.root.manifest_files import own_key, spread_file, whole_file
 from ckpt.root.verify import VerifiedFile
+from ckpt.state import rng
 from ckpt.state.parts import LEFT, Place, SavedTensor
+from ckpt.state.plain_values import are_plain
 from ckpt.storage import Storage
+from ckpt.util.checked_json import Rule, broken_rules, is_count, is_list, is_mapping, is_text, joined
 from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar
+
+
+class PartTensors(Protocol):
+    """The saved tensors of a part: dtype and shape at once, the data when all transfers are read.
+
+    `ties`: names of tensors that were one with another when they were saved, each with the other's name.
+    """
+
+    @property
+    def ties(self) -> Mapping[str, str]: ...
+
+    def about(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]: ...
+
+    def tensor(self, name: str) -> torch.Tensor: ...
+
+    def fill(self, name: str, target: torch.Tensor, box: Box) -> None: ...
+
+
+@dataclass(frozen=True)
+class WholeTensors:
+    """Tensors that are whole in files. `where` names them in errors."""
+
+    files: list[TensorFile]
+    where: str
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        return {name: of for file in self.files for name, of in file.ties.items()}
+
+    def about(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        return self._file(name).about(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._file(name).tensor(name)
+
+    def fill(self, name: str, target: torch.Tensor, box: Box) -> None:
+        self._file(name).fill(name, target, box)
+
+    def _file(self, name: str) -> TensorFile:
+        for file in self.files:
+            if name in file:
+                return file
+        raise DamagedError(f"{self.where} refers to tensor {name!r}, but has no file with it.")
+
+
+@dataclass
+class OwnTensors:
+    """The tensors of a part as one rank had them: from its own files, and the others from the common ones."""
+
+    plain: frozenset[str]
+    files: list[TensorFile]
+    pieces: ShardedTensors
+    common: Callable[[], PartTensors]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        entry: Mapping[str, Any],
+        manifest: Manifest,
+        rank: int,
+        own_files: Callable[[int], list[TensorFile]],
+        piece_files: Callable[[int], list[TensorFile]],
+        common: Callable[[], PartTensors],
+    ) -> OwnTensors:
+        """`own_files` and `piece_files` open the files of a rank; `common` gives the tensors of all ranks."""
+        table = ShardTable.from_json(entry["spread"], manifest) if "spread" in entry else ShardTable({})
+        pieces = ShardedTensors(table, lambda owner: [*own_files(owner), *piece_files(owner)], rank)
+        plain = frozenset(entry.get("plain", ()))
+        return cls(plain, own_files(rank) if plain else [], pieces, common, table.aliases)
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        own = {name: of for file in self.files for name, of in file.ties.items()} | dict(self.aliases)
+        common = {name: of for name, of in self.common().ties.items() if not self.plain & {name, of}}
+        return common | own
+
+    def about(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        return self._holder(name).about(self._name(name))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._holder(name).tensor(self._name(name))
+
+    def fill(self, name: str, target: torch.Tensor, box: Box) -> None:
+        self._holder(name).fill(self._name(name), target, box)
+
+    def _name(self, name: str) -> str:
+        return name if name in self.plain else self.aliases.get(name, name)
+
+    def _holder(self, name: str) -> PartTensors:
+        name = self._name(name)
+        if name in self.plain:
+            return next((file for file in self.files if name in file), None) or self.common()
+        return self.pieces if name in self.pieces.table.tensors else self.common()
+
+
+def _is_start(value: Any) -> bool:
+    return value == {} or rng.is_state(value)
+
+
+def _is_layout(value: Any) -> bool:
+    numbers = value if is_mapping(lambda number: number is None or is_count(number))(value) else {"": 0}
+    known = {known.name for known in fields(EpochLayout)}
+    return numbers.keys() <= known and 0 not in [number for name, number in numbers.items() if name != "replica"]
+
+
+_COUNT = Rule(is_count, "a number, 0 or more", required=False)
+_SIZE = Rule(lambda value: value is None or is_count(value), "a number or null", required=False)
+_FLAG = Rule(lambda value: isinstance(value, bool), "true or false", required=False)
+_TEXT = Rule(is_text, "text", required=False)
+_START = Rule(_is_start, "the states of random generators", required=False)
+_LIST = Rule(is_list(lambda value: True), "a list", required=False)
+
+POSITION = {
+    **dict.fromkeys(("batches", "samples", "start", "ahead", "before", "skipped"), _COUNT),
+    **dict.fromkeys(("dataset_size", "sampler_size"), _SIZE),
+    **dict.fromkeys(("worn", "done", "exhausted", "trained", "split"), _FLAG),
+    **dict.fromkeys(("digest", "indices"), _TEXT),
+    **dict.fromkeys(("rng", "rng_ahead"), _START),
+    **dict.fromkeys(("generators", "generators_now", "samplers"), _LIST),
+    "world_size": Rule(lambda value: is_count(value, 1), "a number, 1 or more", required=False),
+    "layout": Rule(_is_layout, "the layout of an epoch", required=False),
+    "contents": Rule(is_mapping(is_text), "digests", required=False),
+}
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_number_or_none(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and abs(value) < 1 << 53)
+
+
+_REMARKS = Rule(is_mapping(is_text), "reasons by name", required=False)
+_STATE = {
+    "rng": Rule(rng.is_state, "the states of random generators"),
+    "generators": Rule(_is_dict, "a mapping"),
+    "loaders": Rule(is_mapping(_is_dict), "positions by loader"),
+    "loop": Rule(_is_dict, "a mapping", required=False),
+    "source": Rule(_is_dict, "a mapping", required=False),
+    "lacking": _REMARKS,
+    "values": Rule(are_plain, "plain values by name", required=False),
+}
+_LOOP = {
+    "remarks": _REMARKS,
+    "steps_per_epoch": Rule(_is_number_or_none, "a number or null", required=False),
+    **dict.fromkeys(("plain_epochs", "per_step", "ahead"), Rule(is_count, "a number, 0 or more", required=False)),
+}
+_ACCELERATOR = {
+    "step": Rule(is_count, "a number, 0 or more"),
+    "sync_gradients": Rule(lambda value: isinstance(value, bool), "true or false"),
+    "saves": Rule(is_count, "a number, 0 or more"),
+    "loaders": Rule(is_mapping(_is_dict), "counters by loader"),
+}
+_COUNTERS = {
+    "iteration": Rule(is_count, "a number, 0 or more"),
+    "seeds": Rule(is_list(_is_number_or_none), "a list of seeds"),
+    "generators": Rule(is_list(lambda value: True), "a list"),
+}
+
+
+def check_rank_state(state: Any, where: str) -> dict[str, Any]:
+    """Return a rank's own state if every field is what it must be; the error names all that are not."""
+    if state == {}:  # Lightning's checkpoints keep that elsewhere
+        return {}
+    problems = broken_rules(state, _rules(state)) or _inner_problems(state)
+    if problems:
+        raise DamagedError(f"{where} is damaged: {joined(problems)}.")
+    checked: dict[str, Any] = state
+    return checked
+
+
+def _rules(state: Any) -> dict[str, Rule]:
+    """What must be there. A tool that keeps no generators left them out of what it saved, and the state says so."""
+    lacking = state.get("lacking") if isinstance(state, dict) else None
+    left_out = isinstance(lacking, dict) and "rng" in lacking and "rng" not in state
+    return {key: rule for key, rule in _STATE.items() if key != "rng"} if left_out else _STATE
+
+
+def _inner_problems(state: dict[str, Any]) -> list[str]:
+    problems = broken_rules(state.get("loop", {}), _LOOP, "loop")
+    for key, position in state["loaders"].items():
+        problems += broken_rules(position, POSITION, key)
+    source = state.get("source")
+    if source:  # empty without an accelerator
+        problems += broken_rules(source, _ACCELERATOR, "source")
+        loaders = source["loaders"] if not problems else {}
+        problems += [line for key, counters in loaders.items() for line in broken_rules(counters, _COUNTERS, key)]
+    return problems
+
 
 _SLAB = 256 << 20  # bytes of each of two tensors that are compared at a time
 

@@ -12,8 +12,8 @@ from ckpt.shown import Lines
 from ckpt.util.console import html_table
 
 if TYPE_CHECKING:
-    from ckpt.load.choice import Choice
     from ckpt.load.restore import Restoration
+    from ckpt.load.select import Choice
 
 _log = logging.getLogger("ckpt")
 

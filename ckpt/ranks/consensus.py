@@ -10,7 +10,7 @@ from typing import Any
 from ckpt import errors
 from ckpt.errors import CkptError, RanksError
 from ckpt.ranks.group import MAIN, Ranks
-from ckpt.ranks.liveness import format_ranks, ranks_by_value
+from ckpt.ranks.store import format_ranks, ranks_by_value
 from ckpt.shown import MOST_LINES, Lines, shown
 
 _MOST_TEXTS = 8  # errors of ranks that are named in one

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from ckpt.formats.layout import Members
-from ckpt.ranks.liveness import LivenessWatch
+from ckpt.ranks.store import LivenessWatch
 
 MAIN = 0  # the rank that gathers, decides and broadcasts
 

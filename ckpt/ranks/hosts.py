@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from ckpt.errors import AbsentError, RanksError
 from ckpt.formats.native.manifest import Host
-from ckpt.ranks.built_managers import built_here
 from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
 from ckpt.ranks.find import OWN_ROOTS, meeting_name
 from ckpt.ranks.group import MAIN, Ranks
-from ckpt.ranks.liveness import format_ranks, ranks_by_value
+from ckpt.ranks.store import format_ranks, ranks_by_value
+from ckpt.ranks.store_group import built_here
 from ckpt.storage import Storage
 
 _log = logging.getLogger("ckpt")

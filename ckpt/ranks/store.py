@@ -1,14 +1,18 @@
-"""The process group's store, with a deadline for every call.
+"""The process group's store, with a deadline for every call, and the heartbeats in it.
 
 The store's client blocks inside C++ for as long as its server is frozen, or its host lost without a TCP reset, whatever
-timeout it was built with. So calls are made on a daemon thread, and the caller waits no longer than its deadline.
+timeout it was built with. So calls are made on a daemon thread, and the caller waits no longer than its deadline. A rank at
+work counts up a key in the store, so that others wait for it beyond their timeout.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -165,3 +169,93 @@ def _address(store: Any) -> str:
 def _host() -> str:
     launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return "torchrun's agent on the first host" if launched else "The process of rank 0 (or your launcher)"
+
+
+_LONGEST = 20.0  # seconds between two checks
+_SPELLED_OUT = 3  # ranks of a run, each with its number
+_MOST_RUNS = 8
+
+
+@dataclass
+class LivenessWatch:
+    """One wait for other ranks: when each rank's heartbeat count last changed."""
+
+    timeout: float
+    longest: float = _LONGEST
+    _seen: dict[int, tuple[int, float]] = field(default_factory=dict)
+    _next: float = 0.0
+
+    def is_due(self) -> bool:
+        """Whether to check again: not at every poll, since a check costs one request per rank."""
+        now = time.monotonic()
+        due = now >= self._next
+        if due:
+            self._next = now + min(self.timeout / 8, self.longest)
+        return due
+
+    def silent(self, counts: dict[int, int]) -> list[int]:
+        """The ranks whose heartbeat count has not changed for the timeout."""
+        now = time.monotonic()
+        for rank, count in counts.items():
+            if rank not in self._seen or self._seen[rank][0] != count:
+                self._seen[rank] = (count, now)
+        return [rank for rank in counts if now - self._seen[rank][1] >= self.timeout]
+
+
+def ranks_by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
+    """The ranks that have each value."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
+def format_ranks(ranks: list[int]) -> str:
+    """`rank 3`, `ranks 1, 2`, `ranks 0 to 62`; of many runs the first ones, and how many ranks more."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [f"{run[0]} to {run[-1]}" if len(run) > _SPELLED_OUT else ", ".join(map(str, run)) for run in runs]
+    more = sum(map(len, runs[_MOST_RUNS:]))
+    return f"ranks {', '.join(texts[:_MOST_RUNS])}" + (f" and {more} more" if more else "")
+
+
+class Heartbeat:
+    """Counts up a rank's key once per interval, on a daemon thread, while any caller of this process is `running`."""
+
+    def __init__(self, store: TimedStore, rank: int, interval: float) -> None:
+        self._store = store
+        self._key = f"alive/{rank}"
+        self._interval = interval
+        self._users = 0
+        self._done = threading.Event()
+        self._guard = threading.Lock()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The first context to be entered starts the thread, the last to be left stops it."""
+        with self._guard:
+            self._users += 1
+            if self._users == 1:
+                self._done = threading.Event()
+                threading.Thread(target=self._run, args=(self._done,), name="ckpt-alive", daemon=True).start()
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._users -= 1
+                if self._users == 0:
+                    self._done.set()
+
+    def beat(self) -> None:
+        self._store.add(self._key, 1)
+
+    def _run(self, done: threading.Event) -> None:
+        while not done.wait(self._interval):
+            with suppress(RanksError):  # the store is gone: a call that needs it reports that
+                self.beat()

@@ -1,22 +1,140 @@
 """Several ranks that exchange data through the process group's store, never through a collective.
 
 A rank that does not make a call is then named after the timeout. A collective would hang, or be mistaken for one of the
-training's own.
+training's own. Ranks meet by the order in which they build managers: one that builds another one, or in another order,
+waits in vain, and the error says so. Rank 0 often hosts the store, which ends with its process: before a rank ends, it
+waits until the others have read its last broadcast.
 """
 
 from __future__ import annotations
 
+import atexit
+import json
+import os
 import time
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch.distributed as dist
 
 from ckpt.errors import RanksError
 from ckpt.formats.layout import Members
-from ckpt.ranks.built_managers import BuiltManagers
 from ckpt.ranks.group import MAIN, Ranks
-from ckpt.ranks.heartbeat import Heartbeat
-from ckpt.ranks.liveness import LivenessWatch, format_ranks
-from ckpt.ranks.shutdown import UnreadBroadcast, linger
-from ckpt.ranks.store import TimedStore
+from ckpt.ranks.store import Heartbeat, LivenessWatch, TimedStore, format_ranks, ranks_by_value
+
+_LONGEST_LINGER = 30.0  # seconds
+_PAUSE = 0.01
+
+
+class UnreadBroadcast:
+    """The last broadcast of a group, and how many ranks must confirm that they have read it."""
+
+    def __init__(self, store: TimedStore, unread: set[UnreadBroadcast]) -> None:
+        self._store = store
+        self._all_unread = unread  # keeps it alive until exit, also in a program that has dropped its manager
+        self._key, self._readers = "", 0
+        self._process = os.getpid()
+        _all.add(self)
+
+    def expect(self, key: str, readers: int) -> None:
+        self._key, self._readers = key, readers
+        self._all_unread.add(self)
+
+    def confirm(self, key: str) -> None:
+        """Called by a rank that has read the broadcast."""
+        self._store.add(key, 1)
+
+    def clear(self) -> None:
+        self._readers = 0
+        self._all_unread.discard(self)
+
+    def is_read(self) -> bool:
+        if os.getpid() != self._process:  # a forked child: the connection to the store is its parent's
+            return True
+        return self._readers == 0 or self._store.add(self._key, 0) >= self._readers
+
+
+_all: WeakSet[UnreadBroadcast] = WeakSet()
+
+
+def linger(broadcasts: Iterable[UnreadBroadcast], timeout: float) -> None:
+    """Return when the other ranks have read all broadcasts, or after the timeout. Raises nothing."""
+    waiting = list(broadcasts)
+    deadline = time.monotonic() + min(timeout, _LONGEST_LINGER)
+    with suppress(RanksError):  # without a store no rank can read
+        while not all(broadcast.is_read() for broadcast in waiting) and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
+    for broadcast in waiting:
+        broadcast.clear()
+
+
+@atexit.register
+def _at_exit() -> None:
+    linger(_all, _LONGEST_LINGER)
+
+
+_SHOWN = 5  # managers of a rank that an error lists
+
+
+class BuiltManagers:
+    """The managers of this rank, in order. Every rank publishes its list, and reads the others' only for an error."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._labels: dict[str, str] = {}  # by the key under which the ranks meet
+        self.unread: set[UnreadBroadcast] = set()  # broadcasts that other ranks are to read before this process ends
+
+    def add(self, name: str, label: str) -> str:
+        """Count one more manager of that name. Returns the key under which the n-th of each rank meet."""
+        self._counts[name] += 1
+        key = f"{self._counts[name]}/{name}"
+        self._labels[key] = label
+        return key
+
+    def labels(self, name: str) -> list[str]:
+        """The labels of this rank's managers of that name, in order."""
+        return [self._labels[f"{number}/{name}"] for number in range(1, self._counts[name] + 1)]
+
+    def publish(self, store: TimedStore, rank: int) -> None:
+        store.set(f"built/{rank}", json.dumps(self._labels))
+
+    def difference(self, store: TimedStore, rank: int, others: list[int]) -> str:
+        """A sentence about what this rank and the others have built; empty where it is the same, or not known."""
+        built = {rank: self._labels}
+        with suppress(RanksError):
+            built |= {other: _read(store, other) for other in others}
+        if all(labels.keys() == self._labels.keys() for labels in built.values()):
+            return ""
+        opened = ranks_by_value({number: _listed(labels) for number, labels in sorted(built.items())})
+        listed = "; ".join(f"{format_ranks(found)} opened {labels}" for labels, found in opened.items())
+        return (
+            f" The ranks have not opened the same roots: {listed}. Build the same managers on every rank, for the same "
+            "root; where every host has a root of its own, give them ranks=ckpt.RankOptions(shared=False)."
+        )
+
+
+def _read(store: TimedStore, rank: int) -> dict[str, str]:
+    key = f"built/{rank}"
+    found: dict[str, str] = json.loads(store.get(key)) if store.check([key]) else {}
+    return found
+
+
+def _listed(labels: dict[str, str]) -> str:
+    shown = [repr(label) for label in labels.values()]
+    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    return ", ".join(shown[:_SHOWN]) + more if shown else "none"
+
+
+_by_process_group: WeakKeyDictionary[dist.ProcessGroup, BuiltManagers] = WeakKeyDictionary()
+
+
+def built_here() -> BuiltManagers:
+    """The managers that this process has built since it joined the default process group."""
+    assert dist.group.WORLD is not None
+    return _by_process_group.setdefault(dist.group.WORLD, BuiltManagers())
+
 
 _FAILURES = "failures"
 _SHORTEST, _LONGEST = 0.0002, 0.1  # seconds between two polls

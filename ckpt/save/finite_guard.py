@@ -8,7 +8,7 @@ from typing import Any
 from ckpt.errors import StateError
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
-from ckpt.ranks.liveness import format_ranks
+from ckpt.ranks.store import format_ranks
 from ckpt.state.finite import non_finite
 from ckpt.state.registry import StateRegistry
 

@@ -19,7 +19,7 @@ from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.formats.tensors import FilePlan
 from ckpt.ranks.consensus import Result, decide_together, first_of_each
 from ckpt.ranks.group import MAIN, Ranks
-from ckpt.ranks.liveness import format_ranks
+from ckpt.ranks.store import format_ranks
 from ckpt.root import deletion
 from ckpt.root.catalog import Summary
 from ckpt.root.commit import Attempt, WrittenFile

@@ -42,7 +42,7 @@ from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.registry import ACCELERATE, CKPT, DCP, HF, LIGHTNING, MEGATRON, TORCH, WRITTEN
 from ckpt.formats.tensors import FilePlan
-from ckpt.load.accelerate_state import ForeignPart, kind_of
+from ckpt.load.accelerate import ForeignPart, kind_of
 from ckpt.memory.root_token import remove_token
 from ckpt.ranks.group import SingleProcess
 from ckpt.root import deletion

@@ -38,9 +38,8 @@ from ckpt.formats.registry import (
     TRAINER,
     named,
 )
-from ckpt.load.accelerate_state import CUSTOM, UNKNOWN_PROGRESS, AccelerateState, ForeignPart, encoded_part, kind_of
-from ckpt.load.rank_state import check_rank_state
-from ckpt.load.reader import CheckpointReader
+from ckpt.load.accelerate import CUSTOM, UNKNOWN_PROGRESS, AccelerateState, ForeignPart, encoded_part, kind_of
+from ckpt.load.reader import CheckpointReader, check_rank_state
 from ckpt.root.catalog import locate, read_manifest
 from ckpt.root.folder import Folder, Place
 from ckpt.root.manifest_files import own_key

@@ -15,7 +15,7 @@ import ckpt
 from ckpt.errors import CkptError, MismatchError
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import SingleProcess
-from ckpt.ranks.liveness import format_ranks
+from ckpt.ranks.store import format_ranks
 from tests.helpers.processes import run_alone, run_ranks
 
 MOST = 10  # lines

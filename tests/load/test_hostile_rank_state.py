@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ckpt
 from ckpt.errors import DamagedError
 from ckpt.formats.native.documents import rank_document
-from ckpt.load.rank_state import check_rank_state
+from ckpt.load.reader import check_rank_state
 from ckpt.state import rng
 from tests.helpers.forgery import alter_json
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
-from ckpt.ranks.built_managers import built_here
 from ckpt.ranks.find import find_ranks
+from ckpt.ranks.store_group import built_here
 from ckpt.storage import ANY, Buffer, open_storage
 from tests.helpers.places import PassedOn, Place, committed
 from tests.helpers.processes import run_ranks
