@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.errors import ConfigError
-from ckpt.selftest.check import Report, check
-from ckpt.selftest.runs import Program
+from ckpt.selftest.check import Program, Report, check
 
 __all__ = ["InexactResumeError", "Report", "assert_exact_resume"]
 

@@ -36,8 +36,7 @@ def selftest(
     if there is nothing to compare.
     """
     from ckpt.errors import ConfigError
-    from ckpt.selftest.check import check
-    from ckpt.selftest.runs import Program, ProgramError
+    from ckpt.selftest.check import Program, ProgramError, check
 
     try:
         program = Program(

@@ -25,8 +25,8 @@ from ckpt.data.tracked_loader import EpochLoaders, TrackedLoader, UnclaimedPosit
 from ckpt.errors import ConfigError
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.state import samplers
-from ckpt.state.caveats import Caveats
 from ckpt.state.parts import has_state
+from ckpt.state.unmanaged import Caveats
 
 _log = logging.getLogger("ckpt")
 T = TypeVar("T")

@@ -1,8 +1,11 @@
-"""Lightning: a plugin through which Trainer and Fabric save and load, and a callback for the random generators."""
+"""Lightning: a plugin through which Trainer and Fabric save and load, callbacks for the random generators and
+the order of the data, and for snapshots in host memory between checkpoints.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,21 +15,26 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
+from ckpt.compat.lightning import begin_data
 from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError, DamagedError, UnsupportedError
 from ckpt.formats.native.documents import decode_inline, encode_inline
 from ckpt.formats.native.manifest import Manifest
-from ckpt.integrations.lightning_order import LoaderPosition, warn_of_unknown_order
 from ckpt.load.reader import CheckpointReader
-from ckpt.load.select import Selection, choose
+from ckpt.load.select import Choice, Selection, choose
 from ckpt.memory.place import SLOTS, MemoryPlace
+from ckpt.memory.session_tier import build_tier, find_snapshots
 from ckpt.memory.slot_storage import slot_storage
+from ckpt.memory.tier import MemoryTier
 from ckpt.ranks.find import find_ranks
 from ckpt.ranks.group import MAIN, Ranks, SingleProcess
 from ckpt.root import catalog
+from ckpt.root.catalog import name_of_step
 from ckpt.root.verify import problems
 from ckpt.save.capture import LiveState, StateCapture
 from ckpt.save.root_writer import RootWriter
@@ -37,6 +45,79 @@ from ckpt.state import rng
 from ckpt.state.objects import is_part_name
 from ckpt.state.parts import ObjectPart, SavedTensor
 from ckpt.storage import Storage, open_storage, place_of
+
+_log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True)
+class LoaderPosition:
+    """Where the loaders were that save their position: `epoch` is the one to go on with, from its start or within."""
+
+    epoch: int
+    is_new: bool  # whether the epoch begins
+    states: list[dict[str, Any]]  # of the loaders
+
+    @classmethod
+    def of(cls, checkpoint: dict[str, Any]) -> LoaderPosition | None:
+        """That of a checkpoint of Lightning; None if it has none."""
+        fit: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {})
+        states = fit.get("state_dict", {}).get("combined_loader")
+        begun = fit.get("epoch_progress", {}).get("current", {}).get("started")
+        if not states or not begun:
+            return None
+        batches = fit.get("epoch_loop.batch_progress", {})
+        if batches.get("is_last_batch") or not batches.get("current", {}).get("processed"):
+            return cls(begun, True, [_at_the_last_batch(state) for state in states])
+        return cls(begun - 1, False, states)
+
+    def go_there(self, trainer: Trainer, restore_generators: Callable[[], None]) -> None:
+        """Draw the order of the epoch again, and go to the position.
+
+        Lightning has done so already, but before it tells samplers the epoch: in the order of the first one. And of a
+        checkpoint after the last batch of an epoch it takes a loader that has nothing left for the next epoch.
+        """
+        loaders = _loaders(trainer)
+        for sampler in (sampler for loader in loaders for sampler in _samplers(loader)):
+            if callable(getattr(sampler, "set_epoch", None)):
+                sampler.set_epoch(self.epoch)
+        for loader, state in zip(filter(_has_state, loaders), self.states, strict=True):
+            loader.load_state_dict(state)
+        begin_data(trainer)
+        if self.is_new:  # that was the end of the epoch before, from which a sampler's own generator goes on
+            restore_generators()
+            begin_data(trainer)
+
+
+def _at_the_last_batch(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a loader that has given its last batch: torchdata begins a new epoch where it was asked for more."""
+    return {**state, "_iterator_finished": False} if "_iterator_finished" in state else state
+
+
+def warn_of_unknown_order(trainer: Trainer) -> None:
+    """Name a loader that has a position, in an order that is saved nowhere."""
+    samplers = [sampler for loader in _loaders(trainer) if _has_state(loader) for sampler in _samplers(loader)]
+    wrapped = any(isinstance(sampler, DistributedSamplerWrapper) for sampler in samplers)
+    if wrapped and trainer.is_global_zero:
+        _log.warning(
+            "resumed in the middle of an epoch, this fit would see another order of the data: Lightning has divided "
+            "the samples of a sampler among the ranks, and saves the position in it, not the order. Give the loader "
+            "one that draws its order from seed and epoch: sampler=torch.utils.data.DistributedSampler(dataset).",
+        )
+
+
+def _loaders(trainer: Trainer) -> list[Any]:
+    return list(CombinedLoader(trainer.train_dataloader).flattened)
+
+
+def _has_state(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def _samplers(loader: Any) -> list[Any]:
+    """A loader's own sampler, and that of its batches; the same one once."""
+    found = [getattr(place, "sampler", None) for place in (loader, getattr(loader, "batch_sampler", None))]
+    return list({id(sampler): sampler for sampler in found if sampler is not None}.values())
+
 
 _SINGLE = "checkpoint"  # a single part, where entries have names that no file can have
 _GENERATORS = "ckpt_generators"
@@ -280,3 +361,109 @@ def verify(storage: Storage, manifest: Manifest) -> None:
     """Raise if a checkpoint is damaged."""
     if wrong := problems(storage, manifest, show=True):
         raise DamagedError(f"{manifest.name} is damaged: {'; '.join(wrong)}.")
+
+
+class CkptMemory(Callback):  # type: ignore[misc]
+    """Takes the state into host memory every so many steps: a restart on the same machine loses that many at most.
+
+        memory = CkptMemory("checkpoints", every=10)        # the folder of the ModelCheckpoint
+        callbacks = [ModelCheckpoint("checkpoints"), CkptGenerators(), memory]
+        Trainer(plugins=[CkptIO()], callbacks=callbacks).fit(model, ckpt_path=memory.newest())
+
+    The ranks must be on one host: Lightning has its checkpoints from the first of them.
+
+    Args:
+        folder: That of the ModelCheckpoint.
+        every: Steps between snapshots.
+        rescue: Save the newest to the folder when nobody restarts the run.
+
+    Raises:
+        ConfigError: `every` is no number of steps.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, every: int, rescue: bool = False) -> None:
+        if every < 1:
+            raise ConfigError(f"CkptMemory: every={every!r} must be a number of steps, 1 or more.")
+        self._storage = open_storage(folder)
+        self._options: dict[str, Any] = {"every": every, "storage_options": None, "rescue": rescue, "replicas": 0}
+        self._chosen: Manifest | None = None  # the snapshot in memory that training continues from
+        self.tier: MemoryTier | None = None  # on the first rank, while it trains
+
+    def newest(self) -> str | None:
+        """The path of the newest intact snapshot or checkpoint, every byte verified; None if there is none."""
+        tier = self._build(Saver(RootWriter(self._storage, SingleProcess())))
+        with ExitStack() as held:
+            held.callback(lambda: tier.close(keep=True))
+            choice: Choice[None] | None = choose(
+                Selection(
+                    tiers=(self._storage,),
+                    ranks=SingleProcess(),
+                    prepare=lambda candidate: verify(candidate.storage, candidate.manifest),
+                    memory=find_snapshots(tier),
+                ),
+                held,
+            )
+        self._chosen = choice.manifest if choice is not None and choice.in_memory else None
+        return choice.url if choice is not None else None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _refuse_hosts(trainer)
+        if not isinstance(trainer.strategy.checkpoint_io, CkptIO):
+            raise ConfigError("CkptMemory needs the plugin that saves the checkpoints: Trainer(plugins=[CkptIO()]).")
+        if trainer.is_global_zero:
+            self.tier = self._take_over(trainer.strategy.checkpoint_io.saver_of(self._storage))
+
+    def on_train_batch_end(self, trainer: Trainer, *others: Any) -> None:
+        step = trainer.global_step
+        if self.tier is not None:
+            self.tier.stepped(step)
+        if step and step % self._options["every"] == 0:
+            self._take(trainer, step)
+
+    def _take(self, trainer: Trainer, step: int) -> None:
+        """Let Lightning make a checkpoint, on every rank, and take it into memory where the plugin would write it."""
+
+        def take(checkpoint: dict[str, Any]) -> None:
+            if self.tier is not None and self.tier.is_due(step):
+                self.tier.save(request_of(name_of_step(step), checkpoint), step)
+
+        plugin: CkptIO = trainer.strategy.checkpoint_io
+        plugin.take = take
+        try:
+            trainer.save_checkpoint(name_of_step(step), weights_only=False)
+        finally:
+            plugin.take = None
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close(keep=True)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close(keep=False)
+
+    def _close(self, *, keep: bool) -> None:
+        tier, self.tier = self.tier, None
+        if tier is not None:
+            tier.close(keep=keep)
+
+    def _build(self, saver: Saver) -> MemoryTier:
+        tier = build_tier(saver, **self._options)
+        assert tier is not None
+        return tier
+
+    def _take_over(self, saver: Saver) -> MemoryTier:
+        """The tier of this run, which continues from what is in memory or has it removed with its first snapshot."""
+        tier = self._build(saver)
+        tier.find()
+        chosen, self._chosen = self._chosen, None
+        if chosen is not None:
+            saver.root.follow(chosen, (), tier=-1)
+        tier.loaded([] if chosen is not None else None)
+        return tier
+
+
+def _refuse_hosts(trainer: Trainer) -> None:
+    if trainer.num_nodes > 1 or int(os.environ.get("LOCAL_WORLD_SIZE", trainer.world_size)) < trainer.world_size:
+        raise ConfigError(
+            "CkptMemory: the ranks are on several hosts, and only the first has Lightning's checkpoints in its memory. "
+            "Leave it out, or write the loop with StateManager(memory=ckpt.Memory(replicas=1))."
+        )

@@ -13,8 +13,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ckpt.errors import ConfigError, DamagedError, MismatchError
 from ckpt.formats.native.manifest import Manifest
-from ckpt.integrations.trainer_state import PART
-from ckpt.integrations.trainer_subclass import STATE_FILE
+from ckpt.integrations.trainer_state import PART, STATE_FILE
 from ckpt.load.reader import CheckpointReader
 from ckpt.load.select import Choice, MemoryTier, Selection, choose, list_memory
 from ckpt.memory.session_tier import build_tier, find_snapshots

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
+import transformers
+import transformers.trainer
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import TrainerControl, TrainerState
@@ -24,19 +27,102 @@ from ckpt.compat.transformers import (
 )
 from ckpt.errors import ConfigError, MissingError, Preempted
 from ckpt.export.load_model import load_checkpoint_model
-from ckpt.integrations.trainer_checks import calling_trainer, refuse_foreign_options, refuse_unsupported
 from ckpt.integrations.trainer_data import TrainerData, skipping_answered
-from ckpt.integrations.trainer_engine import engine_loaded_elsewhere, managed_objects, trained_model
 from ckpt.integrations.trainer_push import TrainerPush
 from ckpt.integrations.trainer_resume import ResumeSource
-from ckpt.integrations.trainer_state import PART, TrainerPart, logged_metrics, total_limit
-from ckpt.integrations.trainer_subclass import OverriddenSave, beside, insert_methods
+from ckpt.integrations.trainer_state import (
+    PART,
+    OverriddenSave,
+    TrainerPart,
+    beside,
+    insert_methods,
+    logged_metrics,
+    total_limit,
+)
 from ckpt.manager import StateManager
-from ckpt.options import resolve_options
+from ckpt.options import ManagerOptions, inside, resolve_options
 from ckpt.ranks.preemption import EXIT_STATUS
 from ckpt.root import catalog
 from ckpt.state import rng
+from ckpt.state.objects import KINDS
 from ckpt.storage import Storage
+from ckpt.util.option_values import names_of, refuse_unknown
+
+
+def trained_model(trainer: Trainer) -> nn.Module:
+    """The model that is trained; under DeepSpeed the engine, whose master weights are loaded with it."""
+    model: nn.Module = trainer.model_wrapped if trainer.is_deepspeed_enabled else trainer.model
+    return model
+
+
+def managed_objects(trainer: Trainer) -> dict[str, Any]:
+    """What `StateManager` is given. An engine's optimizer and its own scheduler come with it."""
+    model = trained_model(trainer)
+    if trainer.args.save_only_model:
+        return {"model": model}
+    scheduler = trainer.lr_scheduler
+    if trainer.is_deepspeed_enabled:
+        in_engine = type(scheduler).__name__ == "DeepSpeedSchedulerWrapper"
+        return {"model": model} if in_engine else {"model": model, "scheduler": scheduler}
+    return {
+        "model": model,
+        "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
+        "scheduler": scheduler,
+        "scaler": trainer.accelerator.scaler,
+    }
+
+
+@contextmanager
+def engine_loaded_elsewhere(trainer: Trainer) -> Iterator[None]:
+    """Leave a Trainer's engine to `CkptCallback`: Trainer would load DeepSpeed's own files by a function."""
+    own = transformers.trainer.deepspeed_load_checkpoint
+
+    def load(engine: Any, *given: Any, **named: Any) -> None:
+        if engine is not trainer.model_wrapped:
+            own(engine, *given, **named)
+
+    transformers.trainer.deepspeed_load_checkpoint = load
+    try:
+        yield
+    finally:
+        transformers.trainer.deepspeed_load_checkpoint = own
+
+
+_DECIDED_ELSEWHERE = {"root", "save_every", "accelerator", *KINDS}  # by the Trainer and its arguments
+
+
+def refuse_foreign_options(options: Mapping[str, Any]) -> None:
+    """Refuse options of a manager that the Trainer and its arguments decide, and those that do not exist."""
+    taken = {*names_of(ManagerOptions)} - _DECIDED_ELSEWHERE
+    if decided := sorted(options.keys() & _DECIDED_ELSEWHERE):
+        raise ConfigError(
+            f"CkptCallback has no option {', '.join(decided)}. It takes {', '.join(sorted(taken))}; the rest is for "
+            "the Trainer and its TrainingArguments to say."
+        )
+    refuse_unknown("CkptCallback", options, taken, inside())
+
+
+def refuse_unsupported(trainer: Trainer, methods: Collection[str]) -> None:
+    if trainer.is_deepspeed_enabled and trainer.args.save_only_model:
+        raise ConfigError(
+            "save_only_model=True with DeepSpeed: CkptCallback saves an engine as a whole. Leave it out, and take the "
+            "model from a checkpoint with `ckpt merge`."
+        )
+    missing = [name for name in methods if not hasattr(trainer, name)]
+    if missing:
+        raise ConfigError(
+            f"the Trainer of transformers {transformers.__version__} has no {', '.join(missing)}. CkptCallback works "
+            "with 4.56 and newer, and was tried up to 5.22."
+        )
+
+
+def calling_trainer() -> Trainer:
+    """The Trainer that is being built: it calls its callbacks without passing itself."""
+    frame = inspect.currentframe()
+    while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
+        frame = frame.f_back
+    assert frame is not None
+    return frame.f_locals["self"]
 
 
 class CkptCallback(TrainerCallback):  # type: ignore[misc]

@@ -1,6 +1,6 @@
-"""Folders that Accelerate wrote, read like checkpoints: with a manifest, under the keys that a manager gives to its parts.
+"""Folders that Accelerate wrote, read like checkpoints: with a manifest, under the keys of a manager's parts.
 
-Where loaders were, the `dl_state_dict.bin` of `use_stateful_dataloader=True` says: it becomes a position as ckpt saves it.
+Where loaders were, the `dl_state_dict.bin` of `use_stateful_dataloader=True` says: it becomes a position of ckpt's own.
 """
 
 from __future__ import annotations

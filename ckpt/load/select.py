@@ -1,7 +1,7 @@
 """Which checkpoint to load: the newest that is intact on every rank, or the named one; the same on every rank.
 
-The main rank joins the listings of all ranks into candidates, in their order. Of a checkpoint of which neither the root's
-copy nor the mirror's is whole, each file is read where it is.
+The main rank joins the listings of all ranks into candidates, in their order. Of a checkpoint of which neither the
+root's copy nor the mirror's is whole, each file is read where it is.
 """
 
 from __future__ import annotations

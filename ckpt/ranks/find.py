@@ -1,4 +1,4 @@
-"""Finds the ranks of this job: a single process, those of the default process group, or what a launcher says of them."""
+"""Finds the ranks of this job: a single process, those of the default process group, or what a launcher tells."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from ckpt.selftest.plan import Plan
 from ckpt.selftest.recorder import Recorder
+from ckpt.selftest.trace import Plan
 
 
 def main(path: str) -> None:

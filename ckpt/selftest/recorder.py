@@ -32,8 +32,7 @@ from ckpt.formats.tensors import host_bytes, on_host
 from ckpt.load.restored import Restored
 from ckpt.manager import StateManager
 from ckpt.options import Every, ManagerOptions
-from ckpt.selftest.plan import Plan
-from ckpt.selftest.trace import End, Resumed, Saved, Step, TraceWriter, read_trace, trace_file
+from ckpt.selftest.trace import End, Plan, Resumed, Saved, Step, TraceWriter, read_trace, trace_file
 from ckpt.session import Session
 from ckpt.state import rng
 from ckpt.state.optimizer import OptimizerPart

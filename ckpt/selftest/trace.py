@@ -1,4 +1,4 @@
-"""The trace of a selftest process: a line of JSON per optimizer step, save and resume.
+"""What a selftest process is told, and the trace it writes: a line of JSON per optimizer step, save and resume.
 
 A line is written with one system call, so that a kill right after it leaves it complete.
 """
@@ -136,3 +136,27 @@ def in_order(steps: Sequence[Step], what: str) -> Iterator[tuple[int, str]]:
     for step in steps:
         for digest in getattr(step, what):
             yield step.number, digest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A process of a run. `target` is a script or, if `function` is not empty, the file of that function."""
+
+    target: str
+    function: str = ""
+    arguments: list[str] = field(default_factory=list)
+    folder: str  # of traces
+    process: int  # its number in the run, from 0: all but the first resume
+    root: str  # of this run's checkpoints
+    redirect: bool  # whether managers use that root, whatever the script says
+    kill_at: int | None = None  # the optimizer step after which it kills itself
+    save_every: int | None = None
+    seed: int = 0
+    path: list[str] = field(default_factory=list)  # sys.path of the process that runs the selftest
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> Plan:
+        return cls(**json.loads(path.read_text()))

@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
-from ckpt.integrations.lightning import CkptGenerators, CkptIO
-from ckpt.integrations.lightning_memory import CkptMemory
+from ckpt.integrations.lightning import CkptGenerators, CkptIO, CkptMemory
 from tests.helpers.places import intact
 from tests.helpers.processes import run_here, run_ranks, seed_everything
 from tests.helpers.training import exact

@@ -19,8 +19,7 @@ from torch import nn
 
 import ckpt
 from ckpt.cli.main import main
-from ckpt.selftest.check import Report, check
-from ckpt.selftest.runs import Program, in_a_process, kill_steps, last_lines
+from ckpt.selftest.check import Program, Report, check, in_a_process, kill_steps, last_lines
 from ckpt.selftest.trace import End, Saved, Step, Trace
 from ckpt.testing import InexactResumeError, assert_exact_resume
 from tests.helpers.processes import Script
@@ -134,7 +133,7 @@ def test_ranks_are_compared_each_with_itself(start: Callable[..., tuple[int | No
 
 
 def test_the_command_says_what_it_found_and_its_status_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.selftest.runs.Program", partial(Program, start=forked))
+    monkeypatch.setattr("ckpt.selftest.check.Program", partial(Program, start=forked))
     done = CliRunner().invoke(main, ["selftest", "--kills", "1", str(SCRIPTS / "nanogpt_like.py"), "--trap", "rate"])
     assert done.exit_code == 1
     assert "first differs at step" in done.output
@@ -205,7 +204,7 @@ class TestFunctions:
 class TestNothingToCompare:
     @pytest.fixture(autouse=True)
     def _forked(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ckpt.selftest.runs.Program", partial(Program, start=forked))
+        monkeypatch.setattr("ckpt.selftest.check.Program", partial(Program, start=forked))
 
     def refused(self, tmp_path: Path, text: str) -> str:
         script = tmp_path / "script.py"
