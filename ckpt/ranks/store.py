@@ -1,8 +1,8 @@
 """The process group's store, with a deadline for every call, and the heartbeats in it.
 
 The store's client blocks inside C++ for as long as its server is frozen, or its host lost without a TCP reset, whatever
-timeout it was built with. So calls are made on a daemon thread, and the caller waits no longer than its deadline. A rank
-at work counts up a key in the store, so that others wait for it beyond their timeout.
+timeout it was built with. So calls are made on a daemon thread, and the caller waits no longer than its deadline. A
+rank at work counts up a key in the store, so that others wait for it beyond their timeout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Warnings: state that checkpoints cannot restore, objects that were not given to the manager, training without saves."""
+"""Warnings: state that checkpoints cannot restore, objects that the manager was not given, training without saves."""
 
 from __future__ import annotations
 
