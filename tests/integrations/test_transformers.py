@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 import ckpt
+from ckpt.root.signing import new_key
 from tests.helpers.processes import run_here, run_ranks, seed_everything
 from tests.helpers.training import exact
 from tests.helpers.variations import cells
@@ -354,3 +355,13 @@ def test_a_checkpoint_of_another_loop_is_refused_by_name(tmp_path: Path) -> None
         manager.save_state("mine")
     with pytest.raises(ckpt.MismatchError, match="mine has no trainer_state"):
         trainer(tmp_path, kept(tmp_path / "root")).train(resume_from_checkpoint=True)
+
+
+def test_checkpoints_are_signed_and_what_is_not_is_no_place_to_resume_from(tmp_path: Path) -> None:
+    public = new_key(tmp_path / "key.pem")
+    signing = ckpt.Signing(key=tmp_path / "key.pem", required=True)
+    trainer(tmp_path, kept(tmp_path / "root", signing=signing)).train()
+    assert set(map(tuple, ckpt.verify(tmp_path / "root", verify_key=public).values())) == {()}
+    other = ckpt.Signing(verify_key=new_key(tmp_path / "other.pem"), required=True)
+    with pytest.raises(ckpt.UntrustedError, match="must be signed by"):
+        trainer(tmp_path, kept(tmp_path / "root", signing=other)).train(resume_from_checkpoint=True)
