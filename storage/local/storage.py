@@ -192,8 +192,8 @@ class Tree:
         return OutsideError(f"{self._shown}/{key} leads out of the root through a symbolic link. It is not touched.")
 
     @contextmanager
-    def held(self, key: str) -> Iterator[Path]:
-        """The path of `key`, through its folder, which is open: whoever exchanges that for a link leads nobody out."""
+    def held(self, key: str) -> Iterator[tuple[int, str]]:
+        """The folder of `key`, open, and its name there: whoever exchanges the folder for a link leads nobody out."""
         path = self.path(key)
         real = os.path.realpath(path.parent)
         base = self._bound(real)
@@ -205,7 +205,7 @@ class Tree:
                 inner = os.open(word, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
                 os.close(folder)
                 folder = inner
-            yield Path(f"/proc/self/fd/{folder}", path.name)
+            yield folder, path.name
         finally:
             os.close(folder)
 
@@ -450,12 +450,13 @@ class LocalStorage:
     def delete(self, keys: Iterable[str]) -> None:
         self._locks.confirm()
         for key in keys:
-            with self._translated_errors("delete", key), suppress(*NOTHING_THERE), self._tree.held(key) as path:
-                self._unlink(path)
+            told = self._translated_errors("delete", key)
+            with told, suppress(*NOTHING_THERE), self._tree.held(key) as (folder, name):
+                self._unlink(folder, name)
             self._drop_empty(key)
 
-    def _unlink(self, path: Path) -> None:
-        path.unlink()
+    def _unlink(self, folder: int, name: str) -> None:
+        os.unlink(name, dir_fd=folder)
 
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
         with self._translated_errors("list", prefix):
@@ -471,8 +472,8 @@ class LocalStorage:
         with self._translated_errors("sweep", prefix):
             for left in list(self.unfinished(prefix)):
                 if age is None or left.age >= age:
-                    with suppress(*NOTHING_THERE), self._tree.held(left.key) as path:
-                        path.unlink()
+                    with suppress(*NOTHING_THERE), self._tree.held(left.key) as (folder, name):
+                        os.unlink(name, dir_fd=folder)
                     self._drop_empty(left.key)
 
     @contextmanager
@@ -498,8 +499,8 @@ class LocalStorage:
         while "/" in key:
             key = key.rpartition("/")[0]
             try:
-                with self._tree.held(key) as folder:
-                    folder.rmdir()
+                with self._tree.held(key) as (folder, name):
+                    os.rmdir(name, dir_fd=folder)
             except OSError:
                 return
 

@@ -148,7 +148,7 @@ class VolatileStorage(LocalStorage):
     def give_up(self, file: ReservedFile) -> None:
         """Keep its memory for the next file, unless it was written, which has given it another name."""
         with suppress(OSError):
-            self._unlink(Path(file.path))
+            self._recycle(Path(file.path))
 
     def _write_file(self, path: Path, pieces: Iterable[Buffer]) -> None:
         stable = StablePieces.of(pieces)
@@ -163,7 +163,10 @@ class VolatileStorage(LocalStorage):
     def _link(self, source: Path, target: Path) -> None:
         os.link(source, target, follow_symlinks=False)
 
-    def _unlink(self, path: Path) -> None:
+    def _unlink(self, folder: int, name: str) -> None:
+        self._recycle(Path(f"/proc/self/fd/{folder}", name))
+
+    def _recycle(self, path: Path) -> None:
         file = _File.at(path)
         if not file.is_ours or file.status.st_size < _LARGE or file.names > 1:
             path.unlink()

@@ -67,6 +67,7 @@ static const char *at(int directory, const char *path, char *room, size_t size) 
     if (!path || path[0] == '/' || directory == AT_FDCWD) return below(path);
     const char *folder = named(directory);
     if (!folder) return NULL;
+    if (!strcmp(folder, ".")) return path;
     snprintf(room, size, "%s/%s", folder, path);
     return room;
 }
