@@ -209,4 +209,4 @@ def test_every_command_prints_through_the_one_function_that_escapes() -> None:
     prints = re.compile(r"click\.(s?echo|style)|\bprint\(")
     commands = Path(ckpt.cli.__path__[0]).glob("*.py")
     printing = {path.stem for path in commands if prints.search(path.read_text())}
-    assert {name for name in printing if not name.startswith("demo")} == {"ls", "output", "report", "selftest"}
+    assert {name for name in printing if not name.startswith("demo")} == {"output", "report", "selftest"}

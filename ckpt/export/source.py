@@ -327,12 +327,13 @@ def _weights(place: Place, part: str) -> TensorSource:
     _require_model(place, part)
     if index not in folder.files:
         return TensorSource(tensors_at(folder, *([whole] if whole in files else files)), beside=beside(folder))
+    tensors = tensors_at(folder, index)  # first: an index that is none of a model says nothing about two of them
     if whole in files and whole not in read_weight_map(folder.document(index), f"{folder.where}/{index}").values():
         raise ConfigError(
             f"{folder.where} holds a model in shards, and another one in {whole}. Name the one to read: "
             f"{folder.where}/{index} or {folder.where}/{whole}."
         )
-    return TensorSource(tensors_at(folder, index), beside=beside(folder))
+    return TensorSource(tensors, beside=beside(folder))
 
 
 def _require_model(place: Place, part: str) -> None:

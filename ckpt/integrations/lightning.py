@@ -7,8 +7,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,7 +173,8 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         root, name = _split_path(path)
         self._finish_saves()
         request = request_of(catalog.check_name(name), checkpoint)
-        self.saver_of(open_storage(root)).save(request, wait=not self._background)
+        with advised():
+            self.saver_of(open_storage(root)).save(request, wait=not self._background)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
@@ -313,8 +314,14 @@ def _capture(checkpoint: dict[str, Any]) -> LiveState:
     if not all(map(is_part_name, entries)):
         entries = {_SINGLE: Entry(checkpoint)}
     parts = [ObjectPart(key, entry) for key, entry in entries.items()]
+    return StateCapture(SingleProcess(), "full").capture(parts, {}, {})
+
+
+@contextmanager
+def advised() -> Iterator[None]:
+    """Say where a value that cannot be held comes from."""
     try:
-        return StateCapture(SingleProcess(), "full").capture(parts, {}, {})
+        yield
     except UnsupportedError as error:
         advice = (
             "Lightning took this from hparams, a callback, or on_save_checkpoint: give plain values there (str(...), "
@@ -425,7 +432,8 @@ class CkptMemory(Callback):  # type: ignore[misc]
 
         def take(checkpoint: dict[str, Any]) -> None:
             if self.tier is not None and self.tier.is_due(step):
-                self.tier.save(request_of(name_of_step(step), checkpoint), step)
+                with advised():
+                    self.tier.save(request_of(name_of_step(step), checkpoint), step)
 
         plugin: CkptIO = trainer.strategy.checkpoint_io
         plugin.take = take

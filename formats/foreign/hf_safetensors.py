@@ -181,7 +181,7 @@ def tensors_at(folder: FolderReader, *paths: str) -> dict[str, PiecedTensor]:
     if paths[0].endswith(INDEX_SUFFIX):
         where = f"{folder.where}/{paths[0]}"
         if folder.files[paths[0]] > _LARGEST_INDEX:
-            raise DamagedError(f"{where} is larger than any: {folder.files[paths[0]]} bytes.")
+            raise DamagedError(f"{where} is damaged: it has more than {_LARGEST_INDEX} bytes.")
         weight_map = read_weight_map(folder.opened(paths[0]).read(0, folder.files[paths[0]]), where)
         paths = tuple(sorted(set(weight_map.values())))
         if missing := [path for path in paths if path not in folder.files]:
