@@ -197,10 +197,12 @@ def _is_network_failure(error: BaseException) -> bool:
 def fast_session(options: dict[str, Any]) -> Any:
     """A session of aiobotocore, built from the options for it, as s3fs would build it."""
     from aiobotocore.session import AioSession
+    from botocore.exceptions import BotoCoreError
 
     session = AioSession(**options)
     session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=parsed)
-    session.register_component("data_loader", _descriptions(session.get_config_variable("data_path")))
+    with suppress(BotoCoreError):  # a profile that is missing, say: the first request tells it with its place
+        session.register_component("data_loader", _descriptions(session.get_config_variable("data_path")))
     return session
 
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +243,7 @@ class TestTakingOver:
         found = load_file(tmp_path / "root" / "again" / "model.safetensors")
         assert exact(found) == exact(whole)
         next(copy.glob("model-00001-*")).unlink()
-        with pytest.raises(ckpt.DamagedError, match=r"model-00001-of-.* is missing"):
+        with pytest.raises(ckpt.DamagedError, match=r"names files that are not there: model-00001-of-"):
             ckpt.convert(copy, tmp_path / "root", name="third")
 
     def test_the_state_of_a_loader_that_keeps_it_goes_there_and_back(self, tmp_path: Path) -> None:
@@ -599,7 +600,7 @@ def convert_and_die(rank: int, source: str, destination: str, to: str, at: int) 
         return dying
 
     LocalStorage.write = counted(LocalStorage.write)  # type: ignore[method-assign]
-    vars(sys.modules["ckpt.tools.convert"])["write_file"] = counted(write_file)
+    vars(import_module("ckpt.tools.convert"))["write_file"] = counted(write_file)
     ckpt.convert(source, destination, to=to)
 
 
