@@ -10,7 +10,8 @@ from tests import weight
 
 PRIVATE_NAMES = 40
 ARGUMENTS = 15
-CROSSED = {"save": 60, "resume": 73, "steps": 18}
+MODULES = 229
+CROSSED = {"save": 59, "resume": 67, "steps": 18}
 
 
 def test_private_names_of_others_are_in_one_package_alone() -> None:
@@ -22,6 +23,10 @@ def test_no_class_of_others_is_patched_but_in_the_processes_of_selftest() -> Non
     patched = weight.patched_classes(weight.sources())
     assert [one for one in patched if not one.startswith(weight.SELFTEST)] == []
     assert patched  # those of selftest are found
+
+
+def test_the_library_has_no_more_modules() -> None:
+    assert len(weight.sources()) <= MODULES
 
 
 def test_the_manager_takes_no_more_arguments() -> None:
