@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
+from types import TracebackType
 
 from ckpt.errors import AbsentError, ConfigError, NotDurableError, StorageError, TruncatedError
 from ckpt.storage.base import ANY, ROOT_LOCK, Buffer, Entry, Unfinished, changed, check_key
@@ -504,14 +505,28 @@ class LocalStorage:
             except OSError:
                 return
 
-    @contextmanager
-    def _translated_errors(self, verb: str, key: str) -> Iterator[None]:
-        try:
-            yield
-        except StorageError:
-            raise
-        except OSError as error:
-            raise translated(error, verb, f"{self._shown}/{key}", self._root, self._shown) from error
+    def _translated_errors(self, verb: str, key: str) -> _Translated:
+        return _Translated(verb, f"{self._shown}/{key}", self._root, self._shown)
+
+
+class _Translated:
+    """Turns what the system says into the errors of a storage.
+
+    Not by `contextmanager`, whose frames and the error would keep each other alive, and, since Python 3.12, all that
+    called: among them the loop over batches in which a save was made, which then does not end at its `break`.
+    """
+
+    def __init__(self, verb: str, what: str, root: Path, shown: str) -> None:
+        self._words = verb, what, root, shown
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, OSError) and not isinstance(error, StorageError):
+            raise translated(error, *self._words) from error
 
 
 class OneFolder(LocalStorage):
