@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ class Slow(PassedOn):
     def __init__(self, root: Place | str) -> None:
         super().__init__(root)
         self.reads = 0
+        self.pause = 0.1  # seconds of each read: the main thread must get its turn before all is read
         self._heard = threading.Event()
         self._turn = threading.Lock()
 
@@ -33,6 +35,7 @@ class Slow(PassedOn):
                 if self.reads == 1:
                     os.kill(os.getpid(), signal.SIGINT)
             assert self._heard.wait(60)
+            time.sleep(self.pause)
         super().read_into(key, start, *buffers, again=again)
 
     def hear(self, *_: Any) -> None:
@@ -60,6 +63,7 @@ def test_ctrl_c_during_a_load_does_not_wait_until_all_is_read(root: Place, slow:
         with pytest.raises(KeyboardInterrupt):
             manager.load_state()
         assert 0 < slow.reads < BLOCKS // 2
+        slow.pause = 0.0
         for refused in (manager.step, manager.save_state):
             with pytest.raises(ckpt.StateError, match="a load of a failed half-way"):
                 refused()
@@ -75,4 +79,5 @@ def test_ctrl_c_while_a_checkpoint_is_verified_does_not_wait_until_all_is_read(r
         with pytest.raises(KeyboardInterrupt):
             manager.load_state()
         assert 0 < slow.reads < BLOCKS // 2
+        slow.pause = 0.0
         assert manager.load_state().name == "a"
