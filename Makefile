@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# one more than the cores of a small machine: a fifth of the suite's time is waiting
+# one more than the cores of a small machine: some tests wait
 JOBS ?= 3
 # the foundation and sharded state: with CKPT_ROOT=s3 every root of theirs is on an S3 server
 MATRIX := guarantees/resume_matrix load/world_size state/save_and_load data/resume_loader save/background ranks/group \

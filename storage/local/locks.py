@@ -256,7 +256,7 @@ def _lock_in_time(descriptor: int, folder: Path) -> None:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
         if time.monotonic() > end:
-            raise LockedError(
+            raise StorageError(  # not a LockedError, for which a checkpoint would be taken to be in use
                 f"{folder} has been locked for {_PATIENCE:.0f} s by {_holders(descriptor)}. ckpt itself locks it only "
                 "while it renames a file. End that process, or keep other users out of the folder. Nothing was changed."
             )
