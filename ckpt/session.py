@@ -155,7 +155,7 @@ class Session:
         self._reserve_staging()
 
     def _build_loader(self, hosts: Hosts) -> StateLoader:
-        memory, noted = partial(find_snapshots, self.memory), self.saver.root.note_listing
+        memory, noted = partial(find_snapshots, self.memory), self.saver.root.lock.note_listing
         return StateLoader(
             self.ranks,
             Locations(self.tiers, hosts, self.options.storage_options, self.patience, memory, noted),
@@ -391,7 +391,7 @@ class Session:
             restored = self.loader.load(name, strict=strict, verify_before_overwrite=trained)
         except (StorageError, DamagedError) as error:
             if name is None or isinstance(error, StorageError):
-                self.saver.root.failed_load = str(error)  # what could not be read must not be overtaken by a save
+                self.saver.root.lineage.note_failed_load(error)
             raise
         if self.memory is not None:
             note_load(self.memory, restored)

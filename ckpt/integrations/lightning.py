@@ -37,7 +37,7 @@ from ckpt.root import catalog
 from ckpt.root.catalog import name_of_step
 from ckpt.root.verify import problems
 from ckpt.save.capture import LiveState, StateCapture
-from ckpt.save.root_writer import RootWriter
+from ckpt.save.root_writer import Lineage, RootWriter
 from ckpt.save.saver import Saver
 from ckpt.save.transaction import SaveRequest
 from ckpt.shown import Lines
@@ -217,7 +217,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         place = place_of(storage)
         if place not in self._savers:
             # Lightning decides what to resume from, and may start afresh in the same folder; only its main rank saves
-            self._savers[place] = Saver(RootWriter(storage, SingleProcess(), has_resumed=True))
+            self._savers[place] = Saver(RootWriter(storage, SingleProcess(), lineage=Lineage(has_resumed=True)))
         return self._savers[place]
 
     def _finish_saves(self) -> None:

@@ -39,7 +39,8 @@ def build_tier(
     root = saver.root
     is_main = root.ranks.rank == MAIN
     if not every:
-        root.on_hold = partial(_leave_snapshots, root.storage) if is_main else None
+        if is_main:
+            root.lock.call_when_taken(partial(_leave_snapshots, root.storage))
         return None
     from ckpt.memory.meeting import Meeting  # a run without a tier loads none of it
     from ckpt.memory.replicas import Replicas
@@ -47,7 +48,8 @@ def build_tier(
 
     meeting = Meeting(root.ranks, root.storage, rescue, storage_options, root.hosts.separate_roots)
     tier = MemoryTier(every, root.ranks, saver, meeting, Replicas(root.ranks, replicas))
-    root.on_hold = partial(_tell_held, weakref.ref(tier)) if is_main else None
+    if is_main:
+        root.lock.call_when_taken(partial(_tell_held, weakref.ref(tier)))
     return tier
 
 

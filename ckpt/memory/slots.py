@@ -48,14 +48,13 @@ class SlotWriter(RootWriter):
         """Remove the older snapshot, so that the next one can have its memory before it is begun."""
         if self.owns_root:
             with suppress(LostError):  # the folder was removed: it is made anew when the snapshot is begun
-                self._hold()
+                self.lock.take()
                 self.keep_newest()
                 self._remove_unreadable()
 
     def keep_newest(self) -> None:
         """Remove all snapshots but the newest intact one. Raises if somebody reads one of those."""
-        held = self.held
-        committed = held.committed if held is not None else []
+        held, committed = self.held, self.lock.committed
         kept = [manifest for manifest in committed if manifest.name not in self.damaged][:1]
         for manifest in committed:
             if manifest not in kept and held is not None:
@@ -66,7 +65,7 @@ class SlotWriter(RootWriter):
 
     def _remove_unreadable(self) -> None:
         """Remove what a damaged manifest keeps in memory: nobody knows its files, and nobody can use them."""
-        known = {manifest.name for manifest in self._committed}
+        known = {manifest.name for manifest in self.lock.committed}
         for name, files in catalog.by_folder(self.storage.list()).items():
             if FILE_NAME in files and name not in known:
                 remove_files(self.storage, name)

@@ -21,7 +21,7 @@ from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import Hosts
 from ckpt.root.catalog import manifests_of_run
 from ckpt.save.capture import ComparisonHistory
-from ckpt.save.root_writer import RootWriter
+from ckpt.save.root_writer import Lineage, RootWriter
 from ckpt.save.saver import Saver
 from ckpt.save.transaction import SaveRequest
 from ckpt.storage import Storage
@@ -293,9 +293,15 @@ class MemoryTier:
             assert place is not None
             storage = slot_storage(place)
             writer = SlotWriter(
-                storage, self.ranks, hosts=self.hosts, numbering=main.numbering, has_resumed=True, main=main
+                storage,
+                self.ranks,
+                hosts=self.hosts,
+                numbering=main.numbering,
+                seal=main.seal,
+                lineage=Lineage(has_resumed=True),
+                damaged=self._damaged,
+                main=main,
             )
-            writer.damaged, writer.seal = self._damaged, main.seal
             self._slots = SlotSaver(writer, self.saver.snapshots, read_back=False, channel="memory")
             self._slots.compared = self.compared
             self._slots.after_commit = lambda name: self.replicas.exchange(name, self.meeting.place)

@@ -180,6 +180,7 @@ class Attempt:
     expected_version: str | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     sha256: bool = False  # whether files are hashed by SHA-256 too
+    sequence: int = 0  # the number that was reserved for it
 
     def begin(self, storage: Storage, paths: Iterable[str]) -> None:
         """Write the save marker with the paths of all files to come, so that a later save removes what a crash left."""
@@ -250,13 +251,18 @@ class Attempt:
         except NotDurableError:
             # The kernel reports a failed fsync once: a second fsync alone would succeed, and prove nothing.
             version = storage.version(key)
-            over = version if _took_effect(storage, manifest) else self.expected_version
+            over = version if self._took_effect(storage, manifest) else self.expected_version
             return storage.write(key, [data], over=over)
         except StorageError as error:
-            if not _took_effect(storage, manifest):
+            if not self._took_effect(storage, manifest):
                 raise
             _log.warning("%s/%s was written, though the storage said otherwise: %s", storage.url, key, error)
             return None
+
+    def _took_effect(self, storage: Storage, manifest: Manifest) -> bool:
+        with suppress(StorageError):  # it cannot be read right now either: the first error stands
+            return _is_there(storage, manifest)
+        return False
 
     @cached_property
     def _occupied(self) -> frozenset[str]:
@@ -361,17 +367,30 @@ class Attempt:
         return None
 
 
-def is_committed(storage: Storage, manifest: Manifest) -> bool:
-    """Whether this very manifest is there. A commit that failed may have taken effect: the answer alone may be lost."""
+def _is_there(storage: Storage, manifest: Manifest) -> bool:
+    """Whether this very manifest is there, though writing it failed: the answer alone may be lost."""
     found = find(storage, manifest.name).manifest
     return found is not None and found.id == manifest.id
 
 
-def _took_effect(storage: Storage, manifest: Manifest) -> bool:
-    """The same, where a storage that cannot be read right now leaves the error that it had before."""
-    with suppress(StorageError):
-        return is_committed(storage, manifest)
-    return False
+class UnsureCommits:
+    """Commits that failed, and may have taken effect: the storage could not be asked. It is before the next save."""
+
+    def __init__(self) -> None:
+        self._manifests: dict[str, Manifest] = {}  # by name
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._manifests
+
+    def add(self, manifest: Manifest) -> None:
+        self._manifests[manifest.name] = manifest
+
+    def settle(self, storage: Storage) -> Iterator[Manifest]:
+        """Those that took effect. Raises while the storage cannot be read."""
+        for name, manifest in list(self._manifests.items()):
+            if _is_there(storage, manifest):
+                yield manifest
+            del self._manifests[name]
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import Hosts
 from ckpt.root import deletion
 from ckpt.root.catalog import History, Index, Overview, Summary, find
-from ckpt.root.commit import Attempt, EarlierFile, WrittenFile, is_committed
+from ckpt.root.commit import Attempt, EarlierFile, UnsureCommits, WrittenFile
 from ckpt.root.folder import ROOT_ITSELF, is_foreign
 from ckpt.root.lock import lock_root
 from ckpt.root.mirror import MirrorWorker
@@ -39,19 +39,10 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class EarlyLock:
-    """The lock of a root that is taken before a load, and what the load has listed there: nobody else changes it."""
-
-    lock: ExitStack
-    listed: Overview | None = None
-
-
-@dataclass
 class HeldRoot:
-    """The lock of a root, and what the lock makes certain: the checkpoints that are there, newest first."""
+    """What the lock of a root makes certain: the checkpoints that are there, newest first."""
 
     storage: Storage
-    lock: ExitStack
     committed: list[Summary]
     lost: Mapping[str, CheckpointError]  # by name: committed, with no manifest that this ckpt can read
     index: Index
@@ -62,31 +53,6 @@ class HeldRoot:
 
     def __post_init__(self) -> None:
         self.history = History(self.storage)
-
-    @classmethod
-    def acquire(
-        cls,
-        storage: Storage,
-        mirror: MirrorWorker | None,
-        damaged: Collection[str],
-        on_hold: Callable[[], None] | None = None,
-        early: EarlyLock | None = None,
-    ) -> HeldRoot:
-        """Lock the root and its mirror, and remove what crashed saves left. `damaged` checkpoints are not mirrored.
-
-        Refused if another run holds either of them. `on_hold` is called when both are locked. `early`: the root is
-        locked already.
-        """
-        with early.lock if early else ExitStack() as lock:  # if anything below fails, the root is released
-            if early is None:
-                lock_root(storage, lock)
-            found = deletion.sweep(storage, listed=early.listed if early else None)
-            found.index.update(storage, {summary.name for summary in found.committed})
-            if mirror is not None:
-                mirror.start([summary for summary in found.committed if summary.name not in damaged])
-            if on_hold is not None:
-                on_hold()
-            return cls(storage, lock.pop_all(), found.committed, found.lost, found.index)
 
     def find(self, name: str) -> Manifest | None:
         """The committed manifest of that name, if there is one. Any but the newest is read."""
@@ -132,6 +98,72 @@ class HeldRoot:
 
     def _others(self, name: str) -> list[Summary]:
         return [summary for summary in self.committed if summary.name != name]
+
+
+class RootLock:
+    """The lock of a root, and of its mirror, for one run: from `take` until `release`."""
+
+    def __init__(self, storage: Storage, mirror: MirrorWorker | None, damaged: Collection[str]) -> None:
+        """`damaged`: names of checkpoints that are not mirrored."""
+        self.held: HeldRoot | None = None
+        self._storage, self._mirror, self._damaged = storage, mirror, damaged
+        self._lock = ExitStack()
+        self._is_early = False  # locked before a load, and not taken yet
+        self._listed: Overview | None = None  # what that load has listed: nobody else changes it
+        self._on_taken: list[Callable[[], None]] = []
+        self._guard = threading.Lock()
+
+    @property
+    def committed(self) -> list[Summary]:
+        """The checkpoints in the root, newest first; none unless it is locked."""
+        return self.held.committed if self.held is not None else []
+
+    def call_when_taken(self, do: Callable[[], None]) -> None:
+        self._on_taken.append(do)
+
+    def take(self) -> None:
+        """Lock the root and its mirror, and remove what crashed saves left. Refused if another run holds either."""
+        with self._guard:
+            if self.held is not None:
+                return
+            listed, self._listed = self._listed, None
+            is_locked, self._is_early = self._is_early, False
+            with self._lock.pop_all() as lock:  # if anything below fails, the root is released
+                if not is_locked:
+                    lock_root(self._storage, lock)
+                found = deletion.sweep(self._storage, listed=listed)
+                found.index.update(self._storage, {summary.name for summary in found.committed})
+                if self._mirror is not None:
+                    self._mirror.start([known for known in found.committed if known.name not in self._damaged])
+                for do in self._on_taken:
+                    do()
+                self._lock = lock.pop_all()
+            self.held = HeldRoot(self._storage, found.committed, found.lost, found.index)
+
+    def take_early(self) -> None:
+        """Raise where another run holds the root. A remote one stays locked, so that what a load lists there need not
+        be listed again by `take`."""
+        if self.held is None:
+            with ExitStack() as lock:
+                lock_root(self._storage, lock)
+                if not self._storage.is_local:
+                    self._lock, self._is_early = lock.pop_all(), True
+
+    def note_listing(self, listed: Overview) -> None:
+        """A load has listed the root: nothing changes there if it was locked before that."""
+        self._listed = listed if self._is_early else None
+
+    def end_early(self) -> None:
+        """Release a root that was locked early, and that nobody has taken since."""
+        if self._is_early:
+            self._is_early, self._listed = False, None
+            self._lock.close()
+
+    def release(self) -> None:
+        """Release the root. What is committed there must be listed again before the next save."""
+        if self.held is not None:
+            self.held = None
+            self._lock.close()
 
 
 def remove_checkpoint(storage: Storage, held: HeldRoot | None, name: str) -> None:
@@ -204,27 +236,6 @@ def _short(why: str) -> str:
 
 
 # What a save must not overtake, overwrite or mix with. Checked in the held root before anything is written.
-
-
-def refuse_to_overtake(url: str, newest: Summary | None, lost: Mapping[str, object], failed_load: str) -> None:
-    """For a run that has not resumed: refused if there are checkpoints, whole or not, or may be since a load failed."""
-    if failed_load:
-        raise ConfigError(
-            f"nothing is saved, because the load before it failed: {failed_load} There may be newer checkpoints, and "
-            f"what is saved to {url} now would be put before them. Call resume() or load_state() again until it "
-            "succeeds, or give this run another root and mirror."
-        )
-    if newest is not None:
-        raise ConfigError(
-            f"{url} has checkpoints ({newest.name} is the newest) that this run has not resumed from: saving now would "
-            "put a fresh start before them. Call resume() or load_state() first, or give this run another root."
-        )
-    if lost:
-        raise ConfigError(
-            f"{url} has checkpoints that were committed and cannot be read, so nothing is saved before them: "
-            f"{' '.join(map(str, lost.values()))} Restore one from a backup, move them away, or give this run another "
-            "root."
-        )
 
 
 def refuse_foreign(storage: Storage, name: str, *, has_checkpoints: bool) -> None:
@@ -300,19 +311,56 @@ _log = logging.getLogger("ckpt")
 
 @dataclass
 class Lineage:
-    """Which run this is, and from which checkpoint its next one continues: every manifest says so."""
+    """Which run this is, and from which checkpoint its next one continues: every manifest says so.
+
+    A run that has not resumed commits nothing beside older checkpoints, whole or not: it would be a fresh start before
+    them. Nor does it while a load has failed, as there may be newer ones that it has not seen.
+    """
 
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
     parent: str | None = None  # id of the checkpoint that the next one continues from
-    sequence: int = 0  # of the checkpoint that this run was resumed from
+    sequence: int = 0  # the highest that this run has resumed from, or has written, or tried to
     resumed: Mapping[str, Any] = field(default_factory=dict)  # what the next checkpoint says of the last load
+    has_resumed: bool = False
+    failed_load: str = ""  # why the last load failed
 
     def follow(self, manifest: Manifest, tier: int, passed_over: Mapping[str, str]) -> None:
         """Continue from this checkpoint. A snapshot in memory (a negative tier) is no parent: the next checkpoint has
         the same one as the snapshot."""
-        self.run, self.sequence = manifest.run, manifest.sequence
+        self.run, self.sequence = manifest.run, max(self.sequence, manifest.sequence)
         self.parent = manifest.id if tier >= 0 else manifest.parent
         self.resumed = resumption(manifest, tier, passed_over)
+        self.has_resumed = True
+
+    def note_failed_load(self, error: Exception) -> None:
+        """What could not be read must not be overtaken by a save."""
+        self.failed_load = str(error)
+
+    def require_resumed(self, url: str, newest: Summary | None, lost: Mapping[str, object]) -> None:
+        """Refuse a save that would be put before checkpoints that this run has not seen."""
+        if not self.has_resumed:
+            self._refuse_to_overtake(url, newest, lost)
+        self.has_resumed = True
+
+    def _refuse_to_overtake(self, url: str, newest: Summary | None, lost: Mapping[str, object]) -> None:
+        if self.failed_load:
+            raise ConfigError(
+                f"nothing is saved, because the load before it failed: {self.failed_load} There may be newer "
+                f"checkpoints, and what is saved to {url} now would be put before them. Call resume() or load_state() "
+                "again until it succeeds, or give this run another root and mirror."
+            )
+        if newest is not None:
+            raise ConfigError(
+                f"{url} has checkpoints ({newest.name} is the newest) that this run has not resumed from: saving now "
+                "would put a fresh start before them. Call resume() or load_state() first, or give this run another "
+                "root."
+            )
+        if lost:
+            raise ConfigError(
+                f"{url} has checkpoints that were committed and cannot be read, so nothing is saved before them: "
+                f"{' '.join(map(str, lost.values()))} Restore one from a backup, move them away, or give this run "
+                "another root."
+            )
 
 
 @dataclass
@@ -356,16 +404,11 @@ class RootWriter:
     lineage: Lineage = field(default_factory=Lineage)
     links: Links = field(default_factory=Links)
     damaged: set[str] = field(default_factory=set)
-    has_resumed: bool = False  # a save before that is refused: it would commit a fresh start next to older checkpoints
-    failed_load: str = ""  # why the last load failed; until one succeeds, newer checkpoints may exist unseen
-    on_hold: Callable[[], None] | None = None  # called when the root is locked
-    held: HeldRoot | None = None
-    _has_committed: bool = False
-    _early: EarlyLock | None = None  # of a resume under way
-    _unsure: dict[str, Manifest] = field(default_factory=dict)  # whose commit failed, and may have taken effect
-    _last_sequence: int = 0  # the highest that this run has written, or tried to
-    _reserved: int = 0  # the sequence number of the save under way
-    _holding: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    lock: RootLock = field(init=False)
+    _unsure: UnsureCommits = field(default_factory=UnsureCommits)
+
+    def __post_init__(self) -> None:
+        self.lock = RootLock(self.storage, self.mirror, self.damaged)
 
     @property
     def owns_root(self) -> bool:
@@ -373,16 +416,16 @@ class RootWriter:
         return self.hosts.owns_root(self.ranks.rank)
 
     @property
-    def is_held(self) -> bool:
-        """Whether this process has the root's lock."""
-        return self.held is not None
+    def held(self) -> HeldRoot | None:
+        """What is known of the root while this process has its lock."""
+        return self.lock.held
 
     def hold(self, call: str = "resume()", *, resumed: bool = True) -> None:
         """Lock the root for this run and remove what a crashed run left. Every rank makes this call.
 
         Refused if another run holds it. Without `resumed`, what is there may not have been loaded."""
-        run_on_all_ranks(self.ranks, call, lambda: self._hold() if self.owns_root else None)
-        self.has_resumed = self.has_resumed or resumed
+        run_on_all_ranks(self.ranks, call, lambda: self.lock.take() if self.owns_root else None)
+        self.lineage.has_resumed |= resumed
 
     def follow(
         self, manifest: Manifest, damaged: Iterable[str], tier: int = 0, passed_over: Mapping[str, str] | None = None
@@ -397,7 +440,6 @@ class RootWriter:
             self.links.follow(manifest.name, manifest.files)
         else:
             self.links.clear()
-        self.has_resumed = True
         self.damaged |= set(damaged)
         if self.hosts.separate_roots and self.owns_root and tier >= 0:
             adopt(self.storage, manifest)
@@ -412,7 +454,7 @@ class RootWriter:
         """On the main rank: the root's last checkpoint, if this run has neither read nor written it."""
         if self.links.are_known or isinstance(self.storage, Staging):
             return None
-        return next((known.name for known in self._committed if known.name not in self.damaged), None)
+        return next((known.name for known in self.lock.committed if known.name not in self.damaged), None)
 
     @contextmanager
     def taking(self) -> Iterator[None]:
@@ -422,26 +464,12 @@ class RootWriter:
         called in this context, the root is released. Every rank makes this call.
         """
 
-        def lock() -> None:
-            if not self.owns_root or self.is_held:
-                return
-            with ExitStack() as held:
-                lock_root(self.storage, held)
-                if not self.storage.is_local:
-                    self._early = EarlyLock(held.pop_all())
-
         try:
-            run_on_all_ranks(self.ranks, "resume() (root)", lock)
+            lock = self.lock.take_early
+            run_on_all_ranks(self.ranks, "resume() (root)", lambda: lock() if self.owns_root else None)
             yield
         finally:
-            early, self._early = self._early, None
-            if early is not None:
-                early.lock.close()
-
-    def note_listing(self, listed: Overview) -> None:
-        """A load has listed the root. If it was locked before that, `hold` need not list it again."""
-        if self._early is not None:
-            self._early.listed = listed
+            self.lock.end_early()
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint, unless it is being read. No save may be under way."""
@@ -457,26 +485,14 @@ class RootWriter:
         if self.mirror is not None:
             with self.ranks.working(job_wide=True):
                 self.mirror.close()
-            if self._has_committed and self.mirror.error is None:  # checkpoints to be copied were kept until now
+            has_committed = self.held is not None and self.held.newest is not None
+            if has_committed and self.mirror.error is None:  # checkpoints to be copied were kept until now
                 self.retain()
-        self._release()
-        self._has_committed = False
-
-    def _hold(self) -> None:
-        with self._holding:
-            if self.held is None:
-                early, self._early = self._early, None
-                self.held = HeldRoot.acquire(self.storage, self.mirror, self.damaged, self.on_hold, early)
-
-    def _release(self) -> None:
-        """Release the root. What is committed there must be listed again before the next save."""
-        held, self.held = self.held, None
-        if held is not None:
-            held.lock.close()
+        self.lock.release()
 
     def _in_held_root(self, do: Callable[[], Attempt]) -> Attempt:
         """Call `do` with the root held. If the root or its lock file was removed meanwhile, lock it and call again."""
-        self._hold()
+        self.lock.take()
         try:
             return do()
         except LostError as lost:
@@ -485,18 +501,14 @@ class RootWriter:
 
     def _hold_again(self, lost: LostError) -> None:
         """If others have committed there meanwhile, this run must resume from that before it saves."""
-        known, resumed = {manifest.id: manifest.name for manifest in self._committed}, self.has_resumed
-        self._release()
-        self.has_resumed = False
-        self._hold()
-        left = {manifest.id for manifest in self._committed}
-        self.has_resumed = resumed and left <= known.keys()
+        known, resumed = {manifest.id: manifest.name for manifest in self.lock.committed}, self.lineage.has_resumed
+        self.lock.release()
+        self.lineage.has_resumed = False  # also if it cannot be locked now
+        self.lock.take()
+        left = {manifest.id for manifest in self.lock.committed}
+        self.lineage.has_resumed = resumed and left <= known.keys()
         gone = ", ".join(name for key, name in known.items() if key not in left) or "none"
         _log.warning("%s The root is locked again, and made anew. Checkpoints that are gone: %s.", lost, gone)
-
-    @property
-    def _committed(self) -> list[Summary]:
-        return self.held.committed if self.held is not None else []
 
     def committed_as(self, name: str) -> Manifest | None:
         """The manifest that was committed under that name; None on a rank that does not own the root."""
@@ -517,8 +529,8 @@ class RootWriter:
             taken = tuple(path for path in paths if path in present or not self._is_free_in_mirror(name))
             return self._begin(Attempt(name, occupied_paths=taken, sha256=self.seal.sha256), paths)
 
-        attempt, self._reserved = self._in_held_root(begin), number or self.reserve()
-        return attempt
+        begun = self._in_held_root(begin)
+        return replace(begun, sequence=number or self.reserve())
 
     def join(self, attempt: Attempt, paths: list[str]) -> Attempt:
         """Begin, in another host's root, the attempt that the main rank has begun: its files are named alike."""
@@ -535,14 +547,13 @@ class RootWriter:
 
     def _refuse_unsafe(self, name: str) -> None:
         """Raise if a save under that name would overtake, overwrite or mix with what this run does not know."""
-        self._resolve_unsure()
+        for manifest in self._unsure.settle(self.storage):
+            self._record(manifest)
         lost = self.held.lost if self.held is not None else {}
         if isinstance(newer := lost.get(name), VersionError):
             raise newer
-        if not self.has_resumed:
-            refuse_to_overtake(self.storage.url, self._newest, lost, self.failed_load)
-        self.has_resumed = True
-        refuse_foreign(self.storage, name, has_checkpoints=bool(self._committed))
+        self.lineage.require_resumed(self.storage.url, self._newest, lost)
+        refuse_foreign(self.storage, name, has_checkpoints=bool(self.lock.committed))
 
     def _begin(self, attempt: Attempt, paths: list[str]) -> Attempt:
         older = self.committed_as(attempt.name)
@@ -558,11 +569,11 @@ class RootWriter:
     @property
     def _newest(self) -> Summary | None:
         mirrored = self.mirror.newest if self.mirror is not None else None
-        return max([*self._committed, *filter(None, [mirrored])], key=lambda known: known.sequence, default=None)
+        return max([*self.lock.committed, *filter(None, [mirrored])], key=lambda known: known.sequence, default=None)
 
     @property
     def _highest(self) -> int:
-        return max(self.lineage.sequence, self._last_sequence, self._newest.sequence if self._newest else 0)
+        return max(self.lineage.sequence, self._newest.sequence if self._newest else 0)
 
     def commit(self, attempt: Attempt, stored: list[WrittenFile], facts: Mapping[str, Any]) -> Manifest:
         """Write the manifest, with the next sequence number, and return it."""
@@ -570,7 +581,7 @@ class RootWriter:
         unsealed = Manifest(
             name=attempt.name,
             id=attempt.id,
-            sequence=max(self._reserved, next_sequence(self._highest)),
+            sequence=max(attempt.sequence, next_sequence(self._highest)),
             created=utc_now(),
             run=self.lineage.run,
             parent=self.lineage.parent,
@@ -588,14 +599,14 @@ class RootWriter:
 
     def commit_manifest(self, attempt: Attempt, manifest: Manifest, receipts: Mapping[str, str]) -> None:
         """Commit a manifest in this root: the main rank's own, or that which the main rank has committed in its."""
-        self._last_sequence = max(self._last_sequence, manifest.sequence)
+        self.lineage.sequence = max(self.lineage.sequence, manifest.sequence)
         try:
             version = attempt.commit(self.storage, manifest, receipts)
         except NotDurableError as error:
             self._record(manifest)
             raise not_durable(manifest, self.storage.url, error) from error
         except StorageError:
-            self._unsure[attempt.name] = manifest
+            self._unsure.add(manifest)
             raise
         self._record(manifest, version)
 
@@ -603,16 +614,9 @@ class RootWriter:
         assert self.held is not None
         self.held.add(manifest, version)
         self.damaged.discard(manifest.name)
-        self._has_committed, self.lineage.resumed = True, {}
+        self.lineage.resumed = {}
         if self.mirror is not None:
             self.mirror.enqueue(manifest)
-
-    def _resolve_unsure(self) -> None:
-        """A commit that failed may have taken effect: the storage's answer may have been lost."""
-        for name, manifest in list(self._unsure.items()):
-            if is_committed(self.storage, manifest):
-                self._record(manifest)
-            del self._unsure[name]
 
     def retain(self) -> None:
         """Remove the checkpoints that are not to be kept, and store the index of the others when it is time."""
@@ -643,7 +647,7 @@ class ElsewhereWriter(RootWriter):
 
     def _refuse_unsafe(self, name: str) -> None:
         """A fresh start replaces nothing but what this run has saved there itself."""
-        self.has_resumed = self.has_resumed or (self._newest is not None and self._newest.run == self.lineage.run)
+        self.lineage.has_resumed |= self._newest is not None and self._newest.run == self.lineage.run
         super()._refuse_unsafe(name)
 
     def _begin(self, attempt: Attempt, paths: list[str]) -> Attempt:
@@ -674,6 +678,4 @@ def writer_at(folder: str, root: RootWriter) -> ElsewhereWriter:
         numbering=root.numbering,
         seal=root.seal,
         lineage=replace(root.lineage, resumed={}),
-        has_resumed=root.has_resumed,
-        failed_load=root.failed_load,
     )

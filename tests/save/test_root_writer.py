@@ -82,9 +82,9 @@ def names(root: Path) -> list[str]:
 class TestHolding:
     def test_a_new_writer_holds_nothing_and_leaves_the_root_to_others(self, tmp_path: Path) -> None:
         writer, other = writer_of(tmp_path), writer_of(tmp_path)
-        assert not writer.is_held
+        assert writer.held is None
         other.hold()
-        assert other.is_held
+        assert other.held is not None
         other.close()
 
     def test_a_held_root_is_refused_to_others_until_it_is_closed(self, tmp_path: Path) -> None:
@@ -92,18 +92,18 @@ class TestHolding:
         writer.hold()
         with pytest.raises(ckpt.LockedError, match="another run writes to"):
             other.hold()
-        assert not other.is_held
+        assert other.held is None
         held = writer.held  # referenced here, so that the lock is released by `close`, not with its last reference
         writer.close()
         assert held is not None
-        assert not writer.is_held
+        assert writer.held is None
         other.hold()
         other.close()
 
     def test_the_first_save_holds_the_root(self, tmp_path: Path) -> None:
         writer = writer_of(tmp_path)
         save(writer, "a")
-        assert writer.is_held
+        assert writer.held is not None
         with pytest.raises(ckpt.LockedError):
             writer_of(tmp_path).hold()
         writer.close()
@@ -113,7 +113,7 @@ class TestHolding:
         save(writer, "a")
         writer.close()
         save(writer, "b")
-        assert writer.is_held
+        assert writer.held is not None
         writer.close()
         assert names(tmp_path) == ["b", "a"]
 
@@ -125,7 +125,7 @@ class TestHolding:
         writer = writer_of(tmp_path, mirror=Taken())
         with pytest.raises(ckpt.LockedError, match="another run copies there"):
             writer.hold()
-        assert not writer.is_held
+        assert writer.held is None
         other = writer_of(tmp_path)
         other.hold()
         other.close()
@@ -145,8 +145,8 @@ class TestHolding:
         writer = RootWriter(open_storage(str(tmp_path)), Rank(), hosts=Hosts((0, 0), ("x", "x")))
         assert not writer.owns_root
         writer.hold()
-        assert not writer.is_held
-        assert writer.has_resumed
+        assert writer.held is None
+        assert writer.lineage.has_resumed
 
     def test_the_first_rank_of_a_host_owns_the_root_of_that_host(self, tmp_path: Path) -> None:
         writer = RootWriter(open_storage(str(tmp_path)), Rank(), hosts=Hosts((0, 1), ("x", "y")))
@@ -178,7 +178,7 @@ class TestOvertaking:
 
     def test_after_a_failed_load_even_an_empty_root_is_refused_until_a_load_succeeds(self, tmp_path: Path) -> None:
         writer = writer_of(tmp_path)
-        writer.failed_load = "the mirror cannot be reached."
+        writer.lineage.note_failed_load(ckpt.StorageError("the mirror cannot be reached."))
         with pytest.raises(ckpt.ConfigError, match="the mirror cannot be reached"):
             save(writer, "a")
         writer.hold()
@@ -299,7 +299,7 @@ class TestALostLock:
         save(other, "theirs")
         with pytest.raises(ckpt.LockedError, match="another run writes to"):
             save(writer, "b")
-        assert not writer.is_held
+        assert writer.held is None
         other.close()
         with pytest.raises(ckpt.ConfigError, match="has not resumed from"):
             save(writer, "b")
