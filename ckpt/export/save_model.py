@@ -160,7 +160,7 @@ def save_live(
     main = ranks.rank == MAIN
     with ranks.working(), ExitStack() as stack:
         # before anything is gathered: a rank that failed later would leave the others waiting in a gather
-        folder = run_on_all_ranks(ranks, call, lambda: _open_folder(Path(directory), stack) if main else None)
+        folder: Any = run_on_all_ranks(ranks, call, lambda: _open_folder(Path(directory), stack) if main else None)
         exported: ModelExport = run_on_all_ranks(ranks, call, lambda: export_live(part, ranks, options))
         run_on_all_ranks(ranks, call, lambda: exported.write(folder) if main else exported.help_to_write())
         run_on_all_ranks(ranks, call, lambda: write_processors(folder, processors) if main else None)

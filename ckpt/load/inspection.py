@@ -181,14 +181,15 @@ class Inspection:
         """A manifest that some host has, and the storage in which this rank finds the files that it needs."""
         keeps = hosts.owns_root(self.ranks.rank)
         text = Result.capture(lambda: _manifest_text(tiers[0], name) if keeps else None)
-        found = Manifest.from_bytes(decide_together(self.ranks, self.call, text, _newest).encode(), name)
-        checked = Result.capture(lambda: self.trust.checked(replace(found, name=name)))
-        storage = checked.then(lambda manifest: storage_for_rank(tiers, manifest, self.ranks, held))
-        missing = storage.then(lambda found: found if isinstance(found, list) else [])
+        manifest = Manifest.from_bytes(decide_together(self.ranks, self.call, text, _newest).encode(), name)
+        checked = Result.capture(lambda: self.trust.checked(replace(manifest, name=name)))
+        found = checked.then(lambda manifest: storage_for_rank(tiers, manifest, self.ranks, held))
+        missing = found.then(lambda there: there if isinstance(there, list) else [])
         problem = decide_together(self.ranks, self.call, missing, lambda each: problem_on_hosts(name, hosts, each))
-        if problem:
+        storage = found.get()
+        if problem or isinstance(storage, list):
             raise DamagedError(problem)
-        return checked.value, storage.value
+        return checked.get(), storage
 
 
 def _inspect(

@@ -54,11 +54,12 @@ def find_elsewhere(ranks: Ranks, call: str, parts: Mapping[str, Part]) -> Elsewh
     speakers = decide_together(ranks, f"{call} (names)", digests, first_of_each)
     if len(speakers) == 1:
         return Elsewhere()
-    said = Result(mine.value if ranks.rank in speakers else {})
+    names = mine.get()
+    said = Result(names if ranks.rank in speakers else {})
     everywhere = decide_together(ranks, f"{call} (all names)", said, _together)
     return Elsewhere(
-        {key: frozenset(names).difference(mine.value.get(key, ())) for key, names in everywhere.items()},
-        frozenset(everywhere) - mine.value.keys(),
+        {key: frozenset(found).difference(names.get(key, ())) for key, found in everywhere.items()},
+        frozenset(everywhere) - names.keys(),
     )
 
 

@@ -260,8 +260,7 @@ def join_copies(
     `held` receives the locks on both copies, against removal.
     """
     locked = Result.capture(lambda: [held.enter_context(tier.lock(name, shared=True)) for tier in tiers] and None)
-    found = locked.then(lambda _: _find(tiers, name, trust) if ranks.rank == MAIN else None)
-    pieces: _Pieces = decide_together(ranks, call, found, lambda each: each[MAIN])
+    pieces = decide_together(ranks, call, locked, lambda _: _find(tiers, name, trust))
     if pieces["lost"]:
         where = " nor in ".join(tier.url for tier in tiers)
         raise DamagedError(f"{', '.join(pieces['lost'][:5])} of {name} is whole neither in {where}.")

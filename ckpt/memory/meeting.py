@@ -66,11 +66,10 @@ class Meeting:
         if self._is_found:
             return
         self._is_found = True
-        view = Result.capture(lambda: {"id": host_identity(), "name": host_name()})
-        known = decide_together(self.ranks, _CALL, view, lambda views: {"views": views, "token": read_token(self.root)})
-        self._token, views = known["token"], known["views"]
-        ids = [seen["id"] for seen in views]
-        hosts = Hosts(tuple(map(ids.index, ids)), tuple(seen["name"] for seen in views))
+        mine = Result.capture(lambda: (host_identity(), host_name()))
+        self._token, seen = decide_together(self.ranks, _CALL, mine, lambda each: (read_token(self.root), each))
+        ids = [identity for identity, _ in seen]
+        hosts = Hosts(tuple(map(ids.index, ids)), tuple(name for _, name in seen))
         self.hosts = hosts if hosts.separate_roots else ONE_SHARED_ROOT
         problem = self._enter(lambda: self._find_place() if self._token else None)
         if problem and self.ranks.rank == MAIN:

@@ -325,10 +325,10 @@ class Replicas:
         mine = Result.capture(lambda: [held.to_json() for held in self._held(place)] if owner else [])
         ranks_of = {record.ranks[0]: record.ranks for record in hosts.records()}
 
-        def plan(views: list[list[dict[str, object]]]) -> list[list[object]]:
+        def plan(views: list[list[dict[str, object]]]) -> list[tuple[int, str, str, int]]:
             held = [Held(**found) for view in views for found in view]  # type: ignore[arg-type]
             found = plan_transfers(held, ranks_of, self.ranks.world_size)
-            return [[one.sender, one.place, one.name, one.receiver] for one in found]
+            return [(one.sender, one.place, one.name, one.receiver) for one in found]
 
         return [Transfer(*one) for one in decide_together(self.ranks, _CALL, mine, plan)]
 

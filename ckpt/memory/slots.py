@@ -87,7 +87,7 @@ class SlotWriter(RootWriter):
             self.storage.trim()
 
 
-def _refuse(captured: CapturedState) -> None:
+def _refuse(captured: CapturedState) -> CapturedState:
     raise FullError("there is no host memory for a copy of the state, in which it waits to be written.")
 
 

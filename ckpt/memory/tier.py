@@ -233,10 +233,7 @@ class MemoryTier:
         """What all ranks do, as the main rank decides from what each of them sees."""
         view = self._view(request)
         call, copies = f"step() (memory, {request.name})", bool(self.replicas.count and not self.replicas.is_off)
-        verdict: Verdict = decide_together(
-            self.ranks, call, Result(view), lambda views: verdict_of(views, self.hosts, copies)
-        )
-        return verdict
+        return decide_together(self.ranks, call, Result(view), lambda views: verdict_of(views, self.hosts, copies))
 
     def _view(self, request: SaveRequest) -> View:
         view: View = {"busy": False, "error": "", "full": False, "size": 0, "peak": 0, "room": None}

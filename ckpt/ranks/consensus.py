@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 from ckpt import errors
 from ckpt.errors import CkptError, RanksError
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.store import format_ranks, ranks_by_value
 from ckpt.shown import MOST_LINES, Lines, shown
+
+Value = TypeVar("Value")
+Other = TypeVar("Other")
 
 _MOST_TEXTS = 8  # errors of ranks that are named in one
 _MOST_BEGINNINGS = 4
@@ -22,29 +25,29 @@ class FollowingError(RanksError):
 
 
 @dataclass
-class Result:
+class Result(Generic[Value]):
     """The value of a step on this rank, or the error that every rank shall raise."""
 
-    value: Any = None
+    value: Value | None = None
     error: Exception | None = None
 
     @classmethod
-    def capture(cls, do: Callable[[], Any]) -> Result:
+    def capture(cls, do: Callable[[], Value]) -> Result[Value]:
         """Run it, and keep its error instead of raising it: the other ranks must learn of it first."""
         try:
             return cls(do())
         except Exception as error:
             return cls(error=error)
 
-    def then(self, do: Callable[[Any], Any]) -> Result:
+    def then(self, do: Callable[[Value], Other]) -> Result[Other]:
         """Continue with the value; an error is passed on."""
-        return self if self.error is not None else Result.capture(lambda: do(self.value))
+        return Result(error=self.error) if self.error is not None else Result.capture(lambda: do(self.get()))
 
-    def get(self) -> Any:
+    def get(self) -> Value:
         """The value; raises the error if there is one."""
         if self.error is not None:
             raise self.error
-        return self.value
+        return cast("Value", self.value)
 
     def to_json(self, call: str) -> str:
         if self.error is None:
@@ -55,18 +58,18 @@ class Result:
         return json.dumps({"call": call, "kind": _kind(self.error), "text": text, "follows": follows})
 
     @classmethod
-    def from_json(cls, data: str) -> Result:
+    def from_json(cls, data: str) -> Result[Value]:
         return cls.from_fields(json.loads(data))
 
     @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> Result:
+    def from_fields(cls, fields: Mapping[str, Any]) -> Result[Value]:
         if "kind" not in fields:
             return cls(fields["value"])
         text = fields["text"]
         return cls(error=FollowingError(text) if fields["follows"] else _make_error(fields["kind"], text))
 
 
-def decide_together(ranks: Ranks, call: str, mine: Result, decide: Callable[[list[Any]], Any]) -> Any:
+def decide_together(ranks: Ranks, call: str, mine: Result[Value], decide: Callable[[list[Value]], Other]) -> Other:
     """Gather every rank's result on rank 0, run `decide` there, return its value on every rank.
 
     An error on any rank, or in `decide`, is raised on all of them. Values and the decision must be JSON.
@@ -82,12 +85,12 @@ def decide_together(ranks: Ranks, call: str, mine: Result, decide: Callable[[lis
             decision = Result.capture(lambda: decide(_values(call, [mine.to_json(call), *answers[1:]])))
         ranks.broadcast(call, decision.to_json(call))
     else:
-        decision = Result.from_json(ranks.broadcast(call, ""))
+        decision = Result[Other].from_json(ranks.broadcast(call, ""))
     if mine.error is not None and (ranks.world_size == 1 or str(mine.error) == str(decision.error)):
         raise mine.error  # it has its traceback
     if decision.error is not None:  # the same on every rank, whatever each of them met
         raise decision.error from mine.error
-    return decision.value
+    return decision.get()
 
 
 def first_of_each(digests: list[str]) -> list[int]:
@@ -98,19 +101,19 @@ def first_of_each(digests: list[str]) -> list[int]:
     return list(first.values())
 
 
-def run_on_all_ranks(ranks: Ranks, call: str, do: Callable[[], Any]) -> Any:
+def run_on_all_ranks(ranks: Ranks, call: str, do: Callable[[], Value]) -> Value:
     """Run `do` on every rank. Returns this rank's value; an error on any rank is raised on all of them."""
     with ranks.working():
         mine = Result.capture(do)
-    decide_together(ranks, call, Result(error=mine.error), lambda _: None)
-    return mine.value
+    decide_together(ranks, call, Result[None](error=mine.error), lambda _: None)
+    return mine.get()
 
 
 def _values(call: str, answers: list[str]) -> list[Any]:
     """The values of all ranks; raises one error for all that failed, with the ranks where they did."""
     said = [json.loads(answer) for answer in answers]
     _require_same_call(call, said)
-    results = [Result.from_fields(fields) for fields in said]
+    results = [Result[Any].from_fields(fields) for fields in said]
     failed = {rank: result.error for rank, result in enumerate(results) if result.error is not None}
     if not failed:
         return [result.value for result in results]

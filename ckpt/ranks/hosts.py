@@ -69,14 +69,15 @@ def find_hosts(ranks: Ranks, storage: Storage, *, shared: bool | None) -> Hosts:
     """
     if ranks.world_size == 1 or not may_have_separate_roots(storage, shared=shared):
         return ONE_SHARED_ROOT
-    opened = Result({"url": storage.url, "opened": built_here().labels(meeting_name(OWN_ROOTS, ranks.members))})
-    nonce = decide_together(ranks, _CALL, opened, lambda roots: _agree_on_root(roots, shared=shared))
+    opened = built_here().labels(meeting_name(OWN_ROOTS, ranks.members))
+    mine = Result(_OpenedRoot(url=storage.url, opened=opened))
+    nonce = decide_together(ranks, _CALL, mine, lambda roots: _agree_on_root(roots, shared=shared))
     probes = [f".host-{nonce}-{rank}" for rank in range(ranks.world_size)]
     run_on_all_ranks(ranks, _CALL, lambda: storage.write(probes[ranks.rank], [host_name().encode()]))
-    seen = Result.capture(lambda: {"first": _first_seen(storage, probes), "host": host_name()})
+    seen = Result.capture(lambda: (_first_seen(storage, probes), host_name()))
     views = decide_together(ranks, _CALL, seen, lambda views: views)
     storage.delete([probes[ranks.rank]])
-    hosts = Hosts(tuple(view["first"] for view in views), tuple(view["host"] for view in views))
+    hosts = Hosts(tuple(first for first, _ in views), tuple(name for _, name in views))
     if hosts.separate_roots and ranks.rank == MAIN:
         _log.warning("%s is not shared: each of these keeps what its ranks save: %s", storage.url, hosts)
     return hosts if hosts.separate_roots else ONE_SHARED_ROOT

@@ -155,7 +155,7 @@ class Saver:
 
     def is_busy_anywhere(self, name: str) -> bool:
         """Whether a save is under way on any rank, so that the save of this name is skipped. The same on every rank."""
-        found: bool = decide_together(self.root.ranks, f"save_state({name!r})", Result(self.busy), any)
+        found = decide_together(self.root.ranks, f"save_state({name!r})", Result(self.busy), any)
         if found and self.root.ranks.rank == MAIN:
             _log.info("%s is not saved: the save before it is still being written", name)
         return found
@@ -198,8 +198,7 @@ class Saver:
         if not everywhere:
             return save.detached
         call = f"save_state({save.request.name!r}) (in memory)"
-        detached: bool = decide_together(self.root.ranks, call, Result(save.detached), all)
-        return detached
+        return decide_together(self.root.ranks, call, Result(save.detached), all)
 
     def _begin(self, save: SaveTransaction) -> None:
         self.has_news = True
@@ -225,7 +224,7 @@ class Saver:
     def _replace_waiting(self, name: str) -> None:
         """Take the place of the save that waits for its turn, if it does so on all ranks."""
         waiting = self._queue.withdraw()
-        mine = Result(None if waiting is None else waiting.name)
+        mine = Result[str | None](None if waiting is None else waiting.name)
         replaced: str | None = None
         try:
             replaced = decide_together(self.root.ranks, f"save_state({name!r}) (its turn)", mine, _common)
@@ -356,5 +355,5 @@ def _committed(save: SaveTransaction) -> CommittedFiles:
     in_memory = {document.path: document for document in save.documents}
     if save.snapshot is not None and save.snapshot.in_host_memory:
         in_memory |= save.snapshot.files
-        in_memory |= {file.path: file for file in save.captured.value.diverged_files}
+        in_memory |= {file.path: file for file in save.captured.get().diverged_files}
     return CommittedFiles(save.request.name, save.root.lineage.parent or "", tuple(save.written), in_memory)

@@ -17,7 +17,7 @@ from ckpt.errors import FullError, RanksError, StorageError
 from ckpt.formats.native.documents import rank_document
 from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.formats.tensors import FilePlan
-from ckpt.ranks.consensus import Result, decide_together, first_of_each
+from ckpt.ranks.consensus import Other, Result, Value, decide_together, first_of_each
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.store import format_ranks
 from ckpt.root import deletion
@@ -156,7 +156,7 @@ class SaveTransaction:
     channel: Ranks
     compared: ComparisonHistory
     request: SaveRequest
-    captured: Result = field(default_factory=Result)
+    captured: Result[CapturedState] = field(default_factory=Result)
     snapshot: Snapshot | None = None
     copies: TensorCopies | None = None  # of the captured tensors, until the snapshot is taken from them
     started: float = field(default_factory=time.monotonic)
@@ -167,7 +167,7 @@ class SaveTransaction:
     linked: int = 0  # bytes of files that were there already, of all ranks, on the main one
     attended: bool = False  # training waits for it, so that live tensors are still those that were captured
     number: int = 0  # in the sequence of all that the run captures, for its root and for memory
-    _live: Result = field(default_factory=Result)
+    _live: Result[LiveState] = field(default_factory=Result)
     _description: RankDescription | None = None
 
     @property
@@ -194,7 +194,7 @@ class SaveTransaction:
             self._live = prepared = self._live.then(lambda live: live.prepared())
             copied = prepared.then(lambda live: self.snapshots.copy(live.leaves))
             self.copies = copied.value
-            self._live = prepared if copied.error is None else copied
+            self._live = prepared if copied.error is None else Result(error=copied.error)
         if self.copies is None:
             self.captured = self._live.then(lambda state: state.encode())
             self._take_encoded(wanted=wanted)
@@ -248,7 +248,7 @@ class SaveTransaction:
     @property
     def _own_documents(self) -> list[FilePlan]:
         """This rank's document, if it writes it itself: of many ranks, those do that write files in any case."""
-        captured: CapturedState = self.captured.value
+        captured = self.captured.get()
         few = self.root.ranks.world_size <= MAIN_WRITES or self.root.hosts.separate_roots
         return [] if few or not captured.rank_files else [FilePlan.of(rank_document(captured.rank), captured.document)]
 
@@ -263,9 +263,8 @@ class SaveTransaction:
         if self._owns_another_root:
             self.documents = [FilePlan.of(path, text.encode()) for path, text in plan["documents"].items()]
         join = Result.capture(lambda: self.root.join(attempt, plan["paths"]) if self._owns_another_root else attempt)
-        self._agree(Result(error=join.error), lambda _: None, " (begun everywhere)")
-        begun: Attempt = join.value
-        return begun
+        self._agree(Result[None](error=join.error), lambda _: None, " (begun everywhere)")
+        return join.get()
 
     def _commit_here(self, attempt: Attempt, manifest: Manifest) -> None:
         """The main rank has committed: if the manifest cannot be written here, the next load writes it."""
@@ -285,7 +284,7 @@ class SaveTransaction:
 
     def _save_differences(self) -> dict[str, Any]:
         """The ranks hold different state: each saves what is its own, or all refuse, before anything is written."""
-        captured: CapturedState = self.captured.value
+        captured = self.captured.get()
         mine = Result.capture(lambda: SplitDetails.of(self._described(captured).details))
         judged: list[Verdict] = []  # on the main rank
 
@@ -307,7 +306,8 @@ class SaveTransaction:
         self.captured = diverged.then(lambda state: replace(state, differs=verdict["differs"], united=united))
         self._report_differences(verdict["differs"])
         proposal = self.captured.then(lambda state: self._proposal(state, compare=False))
-        plan: dict[str, Any] = self._agree(proposal, self._plan, " (differences saved)")
+        plan = self._agree(proposal, self._plan, " (differences saved)")
+        assert plan is not None  # nothing is compared any more
         self.compared.record_equal(captured)
         return plan
 
@@ -316,7 +316,7 @@ class SaveTransaction:
         self.discard()
         self.captured = Result.capture(self.request.capture).then(lambda state: state.encode())
         self.snapshot, self._description = None, None
-        plan: dict[str, Any] | None = self._agree(self.captured.then(self._proposal), self._plan, " (captured again)")
+        plan = self._agree(self.captured.then(self._proposal), self._plan, " (captured again)")
         return plan or self._save_differences()
 
     def _report_differences(self, differs: Mapping[str, Any]) -> None:
@@ -343,14 +343,14 @@ class SaveTransaction:
             "present": self.root.files_of(self.request.name) if self._owns_another_root else [],
         }
 
-    def _agree(self, mine: Result, decide: Callable[[list[Any]], Any], phase: str = "") -> Any:
+    def _agree(self, mine: Result[Value], decide: Callable[[list[Value]], Other], phase: str = "") -> Other:
         return decide_together(self.channel, f"save_state({self.request.name!r}){phase}", mine, decide)
 
     def _plan(self, proposals: list[dict[str, Any]]) -> dict[str, Any] | None:
         """On the main rank: begin the save under names for all files; None if the ranks hold different state."""
         if proposals[MAIN]["outline"] and not outlines_match([proposal["outline"] for proposal in proposals]):
             return None
-        captured: CapturedState = self.captured.value
+        captured = self.captured.get()
         texts = {rank: proposal["document"] for rank, proposal in enumerate(proposals)}
         own = [FilePlan.of(rank_document(rank), text.encode()) for rank, text in texts.items() if text is not None]
         self.documents = [captured.values_file, *own]
@@ -366,7 +366,7 @@ class SaveTransaction:
         return plan
 
     def _write(self, attempt: Attempt, unread: str | None) -> list[dict[str, Any]]:
-        captured: CapturedState = self.captured.value
+        captured = self.captured.get()
         if unread is not None and any(file.likely_unchanged for file in captured.files):
             self.root.links.follow_unread(self.root.storage, unread)
         if not captured.writes_common:
@@ -390,7 +390,7 @@ class SaveTransaction:
         total = time.monotonic() - self.started
         facts = {
             **self.request.facts,
-            "layout": "sharded" if self.captured.value.sharded else "full",
+            "layout": "sharded" if self.captured.get().sharded else "full",
             "seconds": {"blocked": self._blocked_of(total), **self.seconds, "total": total},
         }
         manifest = self.root.commit(attempt, stored, facts)

@@ -191,7 +191,7 @@ class _Answers(SingleProcess):
 
 
 def _of_64(texts: list[str]) -> CkptError:
-    results = [Result(error=MismatchError(text)) for text in texts]
+    results = [Result[None](error=MismatchError(text)) for text in texts]
     answers = [result.to_json("load") for result in results[1:]]
     with pytest.raises(MismatchError) as raised:
         decide_together(_Answers(answers), "load", results[0], lambda _: None)
