@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -75,6 +75,12 @@ class Lines(str):
         more = [f"and {len(listed) - len(some):,} more"] if len(some) < len(listed) else []
         indented = [f"  {shown(line)}" for line in (*some, *more)]
         return cls.of([head, *indented, *([tail] if tail else [])])
+
+
+def few(names: Sequence[str], most: int) -> str:
+    """Names joined by commas: no more than `most` of them, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def shown(text: str) -> str:

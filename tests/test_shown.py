@@ -17,7 +17,7 @@ import ckpt.shown
 from ckpt.errors import AbsentError, CkptError, MismatchError, StorageError
 from ckpt.options import ManagerOptions, Mirror, resolve_options
 from ckpt.ranks.consensus import Result
-from ckpt.shown import Lines, markdown, printable, remember_secrets, shown, without_secrets
+from ckpt.shown import Lines, few, markdown, printable, remember_secrets, shown, without_secrets
 from ckpt.storage import open_storage
 from ckpt.storage.hub.repo import HubRepo, translate_error
 from ckpt.util.console import format_table, say
@@ -210,3 +210,9 @@ def test_every_command_prints_through_the_one_function_that_escapes() -> None:
     commands = Path(ckpt.cli.__path__[0]).glob("*.py")
     printing = {path.stem for path in commands if prints.search(path.read_text())}
     assert {name for name in printing if not name.startswith("demo")} == {"output", "report", "selftest"}
+
+
+def test_of_many_names_the_first_are_shown_and_the_rest_is_counted() -> None:
+    assert [few(names, 3) for names in ("", "abc", "abcd", "abcde")] == [
+        "", "a, b, c", "a, b, c and 1 more", "a, b, c and 2 more"
+    ]  # fmt: skip

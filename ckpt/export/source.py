@@ -50,6 +50,7 @@ from ckpt.root.folder import Folder, Place
 from ckpt.root.manifest_files import part_of, rank_of
 from ckpt.root.signing import BELIEVES_ALL, Trust
 from ckpt.root.verify import VerifiedFile, problems
+from ckpt.shown import few
 from ckpt.storage import Storage
 from ckpt.util.option_values import said
 
@@ -83,10 +84,9 @@ def merged(
 def warn_of_variants(where: str, names: Collection[str]) -> None:
     """Say which tensors several ranks have different values of."""
     if names:
-        more = f" and {len(names) - _FEW_NAMES} more" if len(names) > _FEW_NAMES else ""
         _log.warning(
-            "%s: ranks have different %s%s; those of rank 0 are used, or of the first rank that has them.",
-            where, ", ".join(list(names)[:_FEW_NAMES]), more,
+            "%s: ranks have different %s; those of rank 0 are used, or of the first rank that has them.",
+            where, few(list(names), _FEW_NAMES),
         )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from ckpt.load.select import Candidate
 from ckpt.ranks.consensus import Result, decide_together, first_of_each, run_on_all_ranks
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.root.manifest_files import own_key
-from ckpt.shown import Lines
+from ckpt.shown import Lines, few
 from ckpt.state import rng
 from ckpt.state.division import under_all_names
 from ckpt.state.model import ModelPart, any_on_meta
@@ -101,11 +101,10 @@ def from_main_rank(reader: CheckpointReader, parts: Mapping[str, Part]) -> dict[
         taken = [name for name in names if name not in bound]
         if taken or differs.get("values"):
             saved_by = reader.manifest.world_size
-            what = ", ".join(taken[:_NAMED]) or "values"
-            more = f" and {len(taken) - _NAMED} more" if len(taken) > _NAMED else ""
+            what = few(taken, _NAMED) or "values"
             way_out = _EQUAL_BUFFERS if isinstance(part, ModelPart) else "or register it with per_rank=True"
             found[key] = (
-                f"each of the {saved_by} ranks that saved it had its own {what}{more}; every rank has the main rank's "
+                f"each of the {saved_by} ranks that saved it had its own {what}; every rank has the main rank's "
                 f"now. Resume with {saved_by} ranks to keep them apart, {way_out}"
             )
     return found

@@ -23,6 +23,7 @@ from ckpt.errors import RanksError
 from ckpt.formats.layout import Members
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.store import Heartbeat, LivenessWatch, TimedStore, format_ranks, ranks_by_value
+from ckpt.shown import few
 
 _LONGEST_LINGER = 30.0  # seconds
 _PAUSE = 0.01
@@ -122,9 +123,7 @@ def _read(store: TimedStore, rank: int) -> dict[str, str]:
 
 
 def _listed(labels: dict[str, str]) -> str:
-    shown = [repr(label) for label in labels.values()]
-    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    return ", ".join(shown[:_SHOWN]) + more if shown else "none"
+    return few([repr(label) for label in labels.values()], _SHOWN) or "none"
 
 
 _by_process_group: WeakKeyDictionary[dist.ProcessGroup, BuiltManagers] = WeakKeyDictionary()

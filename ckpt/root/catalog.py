@@ -204,7 +204,7 @@ class Checkpoint:
     manifest: Manifest | None = None
     problem: CheckpointError | None = None
     flaw: str = ""
-    indexed: Summary | None = field(default=None, repr=False)  # where an index has spared reading the manifest
+    indexed: Summary | None = None
 
     @cached_property
     def summary(self) -> Summary | None:

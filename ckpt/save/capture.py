@@ -143,8 +143,6 @@ class LiveState:
 
     def prepared(self) -> LiveState:
         """The same with trees that training cannot change, but for their tensors; encoded if that cannot be had."""
-        if self.encoded is not None:
-            return self
         trees = PlainTrees()
 
         def copied(parts: Sequence[LivePart]) -> list[LivePart]:

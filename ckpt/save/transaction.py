@@ -101,15 +101,13 @@ def _own_bytes(folder: Path) -> int:
 
 
 def _remove(held: HeldRoot, storage: LocalStorage, oldest_first: list[Summary], size: int, name: str) -> None:
-    gone = []
     held.history.store(held.committed)
     for summary in oldest_first:
         if size <= (_free(storage.place) or 0):
             break
         if not deletion.remove_or_explain(storage, summary):
             held.discard(summary.name)
-            gone.append(summary.name)
-    _log.info("%s: removed before %s is written, which needs the room: %s", storage.url, name, ", ".join(gone))
+            _log.info("%s/%s was removed: %s, which is written next, needs the room", storage.url, summary.name, name)
 
 
 # The reports of all ranks on the files that they have written, joined on the main rank.

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt.selftest.trace import Resumed, Saved, Step, Trace, in_order
+from ckpt.shown import few
+
+_NAMED = 4  # parameters in a difference
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Rank:
         assert resumed is not None
         names = _unequal(saved.tensors, resumed.tensors)
         if names:
-            detail = f"{_listed(names)}: not as they were when {saved.name} was saved"
+            detail = f"{few(names, _NAMED)}: not as they were when {saved.name} was saved"
             yield self._difference("state", process, saved.number, detail, names)
 
     def _steps(self, process: int) -> Iterator[Difference]:
@@ -88,9 +91,9 @@ class Rank:
             detail = f"it ended after step {last.number}; the straight run made {expected.number}"
             yield self._difference("missing steps", process, last.number + 1, detail)
         elif names := _unequal(expected.tensors, last.tensors):
-            yield self._difference("end", process, last.number, f"{_listed(names)} differ at the end", names)
+            yield self._difference("end", process, last.number, f"{few(names, _NAMED)} differ at the end", names)
         elif names := tuple(name for name in expected.changed if expected.others[name] != last.others.get(name)):
-            detail = f"{_listed(names)}, which no manager has, differ at the end"
+            detail = f"{few(names, _NAMED)}, which no manager has, differ at the end"
             yield self._difference("forgotten", process, last.number, detail, names)
 
     def _difference(self, what: str, process: int, step: int, detail: str, names: tuple[str, ...] = ()) -> Difference:
@@ -117,23 +120,18 @@ def _compare(straight: Step, step: Step) -> tuple[str, str, tuple[str, ...]] | N
     if straight.losses != step.losses:
         return "losses", f"loss {_shown(step.losses)}, {_shown(straight.losses)} straight", ()
     if names := _unequal(straight.gradients, step.gradients):
-        return "gradients", f"gradients of {_listed(names)}", names
+        return "gradients", f"gradients of {few(names, _NAMED)}", names
     if straight.rates != step.rates:
         return "rates", f"learning rates {step.rates}, {straight.rates} straight", ()
     if names := _unequal(straight.parameters, step.parameters):
-        return "parameters", _listed(names), names
+        return "parameters", few(names, _NAMED), names
     if names := _unequal(straight.buffers, step.buffers):
-        return "buffers", _listed(names), names
+        return "buffers", few(names, _NAMED), names
     return None
 
 
 def _unequal(first: Mapping[str, str], second: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(name for name in {**first, **second} if first.get(name) != second.get(name))
-
-
-def _listed(names: Sequence[str], most: int = 4) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _shown(losses: Sequence[str]) -> str:

@@ -247,7 +247,6 @@ _NAME = re.compile("[^\\[\\]'\"\\s\ud800-\udfff]+")
 _RESERVED = METADATA  # no tensor of a safetensors file may have this name
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _TOO_DEEP = 100  # levels; with more, reading the JSON back could end in a RecursionError
-_DEEPEST_JSON = 6 * _TOO_DEEP  # a level of values is up to five of JSON
 _SCALARS = frozenset((int, float, str, bool, type(None)))
 
 
@@ -337,7 +336,7 @@ class Encoder:
     def _packed(self, tensor: torch.Tensor, path: str) -> dict[str, Any]:
         kind, context = about(tensor)
         tensors = {name: self._tensor(piece, step(path, name)) for name, piece in pieces(tensor).items()}
-        return {"kind": kind, "tensors": tensors, "context": self._encode(context, path, 0)}
+        return {"kind": kind, "tensors": tensors, "context": self.encode(context, path)}
 
     def _numpy(self, value: Any, path: str) -> Any:
         if value.dtype.hasobject:
@@ -347,7 +346,7 @@ class Encoder:
         except ValueError as error:
             return self._refuse(path, f"a NumPy value of dtype {value.dtype}: {error}")
         tag = "$ndarray" if isinstance(value, sys.modules["numpy"].ndarray) else "$numpy"
-        stored = {"dtype": self._encode(dtype, path, 0), "shape": list(value.shape)}
+        stored = {"dtype": self.encode(dtype, path), "shape": list(value.shape)}
         if tag == "$numpy":
             return {tag: {**stored, "bytes": to_base64(value.tobytes())}}
         data = bytearray(value.tobytes())
@@ -418,41 +417,39 @@ class Decoder:
 
     def decode(self, data: Any) -> Any:
         with damage_reported(self.where, "state that ckpt writes"):
-            return self._decode(data, 0)
+            return self._decode(data)  # of what is nested too deep, a RecursionError is reported
 
-    def _decode(self, data: Any, depth: int) -> Any:
-        if depth > _DEEPEST_JSON:
-            raise ValueError("it is nested too deep")
+    def _decode(self, data: Any) -> Any:
         if isinstance(data, list):
-            return [item if type(item) in _SCALARS else self._decode(item, depth + 1) for item in data]
+            return [item if type(item) in _SCALARS else self._decode(item) for item in data]
         if not isinstance(data, dict):
             return data
         if len(data) == 1:
             ((tag, inner),) = data.items()
             if tag.startswith("$"):
-                return self._tagged(tag, inner, depth + 1)
-        return {key: self._decode(value, depth + 1) for key, value in data.items()}
+                return self._tagged(tag, inner)
+        return {key: self._decode(value) for key, value in data.items()}
 
-    def _tagged(self, tag: str, inner: Any, depth: int) -> Any:
+    def _tagged(self, tag: str, inner: Any) -> Any:
         if tag == "$tensor":
             return self.tensor(inner)
         if tag == "$strided":
             return self._with_strides(*inner)
         if tag == "$unsharded":
-            return self.unsharded(self._decode(inner, depth))
+            return self.unsharded(self._decode(inner))
         if tag == "$items":
-            found = {self._decode(key, depth): self._decode(value, depth) for key, value in inner}
+            found = {self._decode(key): self._decode(value) for key, value in inner}
             if len(found) != len(inner):
                 raise ValueError("a key is there twice")
             return found
         if tag in ("$numpy", "$ndarray"):
-            return self._numpy(tag, inner, depth)
+            return self._numpy(tag, inner)
         if tag == "$packed":
-            return self._packed(inner, depth)
+            return self._packed(inner)
         if tag not in BY_TAG:
             raise DamagedError(f"the state holds a value of an unknown kind, {tag!r}. Was it written by a newer ckpt?")
         kind, back = BY_TAG[tag]
-        return back(of_type(kind, self._decode(inner, depth)))
+        return back(of_type(kind, self._decode(inner)))
 
     def _with_strides(self, name: str, strides: list[int]) -> Any:
         """A tensor whose elements are in another order in memory than in the file: products of it round as before."""
@@ -467,15 +464,15 @@ class Decoder:
             self._strided[key] = tensor, laid.copy_(tensor)
         return self._strided[key][1]
 
-    def _packed(self, inner: Mapping[str, Any], depth: int) -> Any:
+    def _packed(self, inner: Mapping[str, Any]) -> Any:
         check_known(inner["kind"])
-        tensors = of_type(dict, self._decode(inner["tensors"], depth))
+        tensors = of_type(dict, self._decode(inner["tensors"]))
         if not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):  # placeholders, before reading
             return tensors
-        return pack(inner["kind"], tensors, self._decode(inner["context"], depth))
+        return pack(inner["kind"], tensors, self._decode(inner["context"]))
 
-    def _numpy(self, tag: str, inner: Mapping[str, Any], depth: int) -> Any:
-        dtype = self._decode(inner["dtype"], depth)
+    def _numpy(self, tag: str, inner: Mapping[str, Any]) -> Any:
+        dtype = self._decode(inner["dtype"])
         if tag == "$numpy":
             return numpy_array(inner["shape"], dtype, from_base64(inner["bytes"]))[()]
         tensor = self.tensor(inner["tensor"])

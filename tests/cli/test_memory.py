@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from ckpt.cli.main import main
 from ckpt.memory import keeper
 from ckpt.memory.keeper_process import living_keeper, start_keeper
+from ckpt.memory.slot_storage import REPLICA
 from tests.memory.deserted import create_place, kill, no_keeper_left, snapshot, start_run
 
 Invoke = Callable[..., Result]
@@ -93,6 +94,10 @@ place.remove()
             "path": str(place.path), "root": str(tmp_path / "root"), "deserted": True, "processes": [],
             "keeper": None, "rescue": True, "log": "the last line",
         }  # fmt: skip
+        (place.path / REPLICA).mkdir()
+        (place.path / REPLICA / "file").write_bytes(bytes(1000))  # of another host
+        [with_replica] = json.loads(invoke("ls", "--json").output)
+        assert with_replica["size"] == held["size"] + 1000
 
     def test_what_belongs_to_others_is_not_shown(self, invoke: Invoke, memory: Path) -> None:
         stranger = memory / f"ckpt-{'0' * 32}"

@@ -64,7 +64,12 @@ class SimulatedRoom(DeviceRoom):
 def simulate(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     """From now on tensors of the host with more than one element are on a device with room for all of them."""
     simulated = SimulatedDevice(torch.device("cpu"))
-    monkeypatch.setattr(Device, "of", staticmethod(lambda *_: simulated))
+
+    def of(device: torch.device, limit: int | None = None) -> Device:
+        assert device == simulated.device
+        return simulated
+
+    monkeypatch.setattr(Device, "of", staticmethod(of))
     monkeypatch.setattr(devices, "is_on_host", lambda tensor: tensor.numel() < 2)
     monkeypatch.setattr(fetch, "TRANSFER", 300)
     monkeypatch.setattr(fetch, "STEP", 4096)

@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 
 from ckpt.memory import place as places
+from ckpt.memory.meeting import Meeting
 from ckpt.memory.place import ALIVE, RUN, SLOTS, MemoryPlace, PlaceError, remove_expired
+from ckpt.ranks.group import SingleProcess
+from ckpt.storage import MemoryStorage
 from ckpt.util.threads import boot_id
 
 ROOT = "/runs/x"
@@ -41,6 +44,18 @@ def change_facts(place: MemoryPlace, **facts: object) -> None:
 def set_age(place: MemoryPlace, seconds: float) -> None:
     then = time.monotonic() - seconds
     os.utime(place.path / ALIVE, (then, then))
+
+
+def test_what_a_run_says_of_itself_is_written_by_the_first_rank_of_a_host_where_there_is_a_folder() -> None:
+    class Second(SingleProcess):
+        rank = 1
+
+    place, root = create(rescue={"after": 60}), MemoryStorage("settled")
+    Meeting(SingleProcess(), root).settle()
+    Meeting(Second(), root, place=place).settle()
+    assert place.facts["rescue"] == {"after": 60}
+    Meeting(SingleProcess(), root, place=place).settle()
+    assert place.facts["rescue"] is None
 
 
 class TestCreate:

@@ -88,6 +88,9 @@ def test_a_name_that_is_saved_again_stays_known(tmp_path: Path) -> None:
         for step in range(1, 4):
             manager.step(metrics={"loss": 10.0 - step})
             manager.save_state("best", wait=True, metrics={"loss": 10.0 - step})
+        written = (tmp_path / HISTORY).stat().st_mtime_ns
+        manager.save_state("other", wait=True)
+        assert (tmp_path / HISTORY).stat().st_mtime_ns == written  # nothing was replaced since
     assert steps(tmp_path) == [1, 2, 3]
     assert listed(tmp_path).count("removed") == 2
 
@@ -159,6 +162,14 @@ def test_it_has_a_limit_and_counts_what_is_beyond(tmp_path: Path, monkeypatch: p
     assert steps(tmp_path) == [6, 7, 8]
     assert History.of(open_storage(tmp_path)).left_out == 5
     assert "5 older ones are not known any more" in listed(tmp_path)
+
+
+def test_it_is_never_larger_than_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(histories, "_LARGEST", 4000)  # of a save, the line has some 550 bytes
+    save(tmp_path, 1, 9, keep=ckpt.Keep(last=1))
+    left_out = History.of(open_storage(tmp_path)).left_out
+    assert 0 < left_out < 8
+    assert steps(tmp_path) == list(range(1 + left_out, 9))
 
 
 def test_a_disk_that_cannot_take_it_does_not_keep_retention_from_making_room(

@@ -13,7 +13,7 @@ from torch import nn
 
 import ckpt
 from ckpt.save.snapshot import tensor_copies
-from ckpt.save.snapshot.devices import DeviceRoom
+from ckpt.save.snapshot.devices import DeviceRoom, copy_packed
 from ckpt.save.snapshot.fetch import Arrival, Fetcher, Source, Transfer
 from ckpt.save.snapshot.host_memory import HostMemory
 from ckpt.save.snapshot.snapshots import Snapshots
@@ -135,8 +135,15 @@ def test_a_tensor_that_a_full_device_cannot_put_in_order_is_copied_by_rows(
     assert torch.equal(again["weight"], model["weight"])
 
 
-def _no_memory(_: Source) -> torch.Tensor:
+def _no_memory(_: object) -> torch.Tensor:
     raise torch.OutOfMemoryError
+
+
+def test_small_tensors_that_a_full_device_cannot_pack_are_copied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = torch.zeros(5, dtype=torch.uint8)
+    monkeypatch.setattr(torch, "cat", _no_memory)
+    copy_packed([torch.tensor([1, 2], dtype=torch.uint8), torch.tensor([3, 4, 5], dtype=torch.uint8)], target)
+    assert target.tolist() == [1, 2, 3, 4, 5]
 
 
 def test_a_snapshot_that_was_given_back_cannot_be_read(device: SimulatedDevice) -> None:

@@ -230,3 +230,27 @@ def test_a_save_that_is_put_back_is_run_though_the_one_before_it_has_failed() ->
         queue.wait()
     queue.wait()
     assert ran == ["second"]
+
+
+def test_a_third_save_waits_until_the_second_has_its_turn() -> None:
+    queue, ran = SaveQueue(), list[str]()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def first() -> None:
+        begun.set()
+        assert go_on.wait(DEADLINE)
+        ran.append("first")
+
+    queue.add(QueuedSave("first", first, lambda: None))
+    assert begun.wait(DEADLINE)
+    queue.add(QueuedSave("second", lambda: ran.append("second"), lambda: None))
+    third = QueuedSave("third", lambda: ran.append("third"), lambda: None)
+    adding = threading.Thread(target=queue.add, args=[third], daemon=True)
+    adding.start()
+    adding.join(0.1)
+    waited = adding.is_alive()
+    go_on.set()
+    adding.join(DEADLINE)
+    queue.wait()
+    assert waited
+    assert ran == ["first", "second", "third"]

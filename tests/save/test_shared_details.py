@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import torch
+
+from ckpt.formats.layout import Layout
+from ckpt.formats.native.shard_table import ShardSpec, ShardTable
 from ckpt.ranks.consensus import first_of_each
 from ckpt.save.rank_description import SplitDetails, join_details
+from ckpt.save.rank_differences import unite_parts
 
 
 def details(stage: int, rank: int) -> dict[str, Any]:
@@ -40,3 +45,33 @@ def test_a_description_that_differs_in_anything_but_checksums_is_sent() -> None:
     other["parts"]["norm"]["tensors"]["mean"][1] = [3]
     assert SplitDetails.of(other).digest != SplitDetails.of(details(0, 1)).digest
     assert SplitDetails.of(details(0, 1)).digest == SplitDetails.of(details(0, 2)).digest
+
+
+def shards(tensors: dict[str, Layout]) -> dict[str, Any]:
+    """What a rank says of a model of which it holds shards of these tensors."""
+    table = ShardTable({name: ShardSpec(torch.float32, (4, 4), layout) for name, layout in tensors.items()})
+    part = {"class": "M", "how": "spread", "tensors": {}, "sums": {}, "pieces": {}}
+    tree = {name: {"$tensor": name} for name in tensors}
+    return {
+        "parts": {"model": part}, "tables": {"model": table.to_json()}, "layouts": {}, "trees": {"model": tree},
+        "announced": [], "equal": {},
+    }  # fmt: skip
+
+
+def test_a_tensor_of_which_a_rank_of_its_mesh_holds_no_shard_is_not_taken_as_whole() -> None:
+    first, second = Layout((2,), (0, 1), ("S0",)), Layout.of_one(1)
+    whole = unite_parts([shards({"a": first}), shards({"a": first, "b": second})])
+    assert set(whole["model"].table.tensors) == {"a", "b"}
+    assert unite_parts([shards({"a": first}), shards({"b": second})]) == {}
+
+
+def test_a_tensor_that_is_cut_in_another_way_is_no_copy() -> None:
+    rows, columns = Layout((2,), (0, 1), ("S0",)), Layout((2,), (2, 3), ("S1",))
+    other_rows, own = Layout((2,), (2, 3), ("S0",)), Layout.of_one(3)
+
+    def others(second: Layout) -> dict[int, list[str]]:
+        ranks = [{"a": rows}, {"a": rows}, {"a": second}, {"a": second, "b": own}]
+        return unite_parts([shards(tensors) for tensors in ranks])["model"].others
+
+    assert others(other_rows) == {}
+    assert others(columns) == {2: ["a"], 3: ["a"]}

@@ -1,14 +1,16 @@
-"""Two snapshots one after the other: the second does not reach into files of the first."""
+"""Bytes of a snapshot that are still on their way: no other bytes are read in their place."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
 
+import pytest
 import torch
 from torch import nn
 
 import ckpt
+from ckpt.save.snapshot.fetch import Arrival
 from ckpt.storage import ANY, Buffer
 from tests.helpers.places import PassedOn, Place
 
@@ -42,3 +44,13 @@ def test_a_second_snapshot_of_the_same_size_does_not_reach_into_files_of_the_fir
         with ckpt.StateManager(root, model=model) as manager:
             manager.load_state(name)
         assert torch.equal(model.weight, torch.full((50, 50), value))
+
+
+def test_what_has_arrived_can_be_read_after_a_failure_and_nothing_else_can() -> None:
+    arrival = Arrival([(0, 10), (10, 10)])
+    arrival.arrived(0)
+    arrival.fail(RuntimeError("the device is gone"))
+    arrival.wait(10)
+    for stop in (11, None):
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            arrival.wait(stop)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
+from ckpt.formats.native.shard_table import ShardedTensors, ShardTable
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor
+from ckpt.formats.tensors import Shard
+from ckpt.load.reader import OwnTensors
+from ckpt.save.captured_state import ReplicaTensors
 from ckpt.save.checksums import SHARES, differ, fingerprints, weighted_sums
 from tests.helpers.places import Place
 from tests.helpers.processes import run_alone, run_ranks
@@ -474,6 +478,29 @@ def _one_bit_on_one_rank(rank: int, root: str) -> None:
 @pytest.mark.slow
 def test_a_bit_that_flips_on_one_replica_is_found_within_so_many_saves(root: Place) -> None:
     assert run_ranks(2, _one_bit_on_one_rank, str(root)) == [0, 0]
+
+
+def test_a_tensor_of_its_own_is_written_with_the_views_of_it_and_nothing_else() -> None:
+    weight = torch.arange(6.0)
+    tensors = {"weight": weight, "tied": weight[:2], "bias": torch.zeros(2)}
+    replicas = ReplicaTensors.of("model", 1, {name: Shard.whole(tensor) for name, tensor in tensors.items()})
+    assert replicas.names({"weight"}) == ["weight", "tied"]
+    assert replicas.names({"bias"}) == ["bias"]
+
+
+def test_a_tensor_of_several_names_is_read_under_the_one_that_is_stored() -> None:
+    """Of a rank whose other tensors are its own."""
+
+    class Stored:
+        ties: Mapping[str, str] = {}
+
+        def about(self, name: str) -> Any:
+            return torch.float32, (len(name),)
+
+    pieces = ShardedTensors(ShardTable({}), lambda owner: [], 0)
+    stored: Any = Stored()
+    tensors = OwnTensors(frozenset({"own"}), [], pieces, lambda: stored, {"tied": "weight"})
+    assert [tensors.about(name)[1] for name in ("own", "weight", "tied")] == [(3,), (6,), (6,)]
 
 
 def test_checksums_of_devices_tell_constants_and_orders_apart() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
@@ -133,6 +134,9 @@ def test_an_optimizer_with_few_bits_goes_on_as_it_would_have(tmp_path: Path, mak
     assert exact(other.state_dict()) == exact(model.state_dict())
     assert exact(plain(again)) == exact(plain(optimizer))
     assert any(tensor.dtype in (torch.uint8, torch.float8_e4m3fn) for tensor in plain(optimizer))
+    (file,) = (tmp_path / "a").glob("optimizer*.safetensors")
+    names = load_file(file).keys()
+    assert all(name.startswith(("state.", "param_groups[")) for name in names), "pieces are named below their tensor"
 
 
 def plain(optimizer: Any) -> list[torch.Tensor]:

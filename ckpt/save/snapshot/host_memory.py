@@ -205,8 +205,7 @@ class HostMemory:
 
     def _stop_prefaulting(self) -> None:
         """The bytes that are not resident yet become so when they are written to."""
-        with self._lock:
-            self._untouched = iter(())
+        self._untouched = iter(())
         self._not_paused.set()
         with suppress(Exception):  # whatever failed there, the memory can be used
             self._prefaulting.wait()
