@@ -214,15 +214,17 @@ class Cursor:
         self.set_generators(position.generators_now)
         self.arrive()
 
-    def update(self, iterator: Any) -> None:
-        """Bring the position up to date with the loader and, where the loop is in the middle, its iterator."""
-        position = self.position
+    def note_end(self, iterator: Any) -> None:
+        """A batch was handed out: note whether it was the last."""
+        if self.reads_ahead:
+            self.position.exhausted = bool(getattr(self.loader, "end_of_dataloader", False))
+        elif has_ended(iterator):  # but a keeper's own state says it
+            self.position.exhausted = not self._reader_is_keeper
+
+    def leave_state_to_reader(self) -> None:
+        """Save no state of a loader that rank 0 reads for all: rank 0 has it."""
         if not self.reads and self.keeper is not None:
-            position.state = ()  # rank 0, which reads, has it
-        if iterator is not None and self.reads_ahead:
-            position.exhausted = position.batches > 0 and bool(getattr(self.loader, "end_of_dataloader", False))
-        elif iterator is not None and not self._reader_is_keeper:  # whose own state says it
-            position.exhausted = has_ended(iterator)
+            self.position.state = ()
 
     def update_generators(self) -> None:
         self.position.generators_now = self._generator_states()

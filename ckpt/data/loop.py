@@ -2,6 +2,9 @@
 
 A boundary is where the loop asks the pass that leads it for the next batch, begins the next epoch, or ends. Whatever
 the script does in an iteration, in whatever order, is done by then: so what `manager.step` finds due is taken there.
+
+Nobody tells that a loop was left by `break`. What comes next shows it: another pass over the same loader, steps on the
+batches of another pass, the next epoch. A pass that hands out another batch after that was not left, and comes back.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -101,14 +103,18 @@ class Pass:
         self.key = ""
         self.tracked: TrackedLoader | None = None  # once it has begun
         self.saved: dict[str, Any] | None = None  # the position that it began at
-        self.around: dict[int, int] = {}  # the batches that each open loader had handed out when it began
-        self.batch = 0  # the loop's count when it began
+        self.restores = 0  # loads before it began
+        self.around: dict[int, int] = {}  # the batches that each open pass had handed out when it began
+        self.batch = self.epoch = 0  # the loop's counts when it began
         self.samples = 0
         self.handed = False  # a batch, since it began
         self.fresh = 0  # batches that it has handed out since the last step
         self.first = 0  # batches before its first step, and between the last two
         self.per_step = 0
         self.trained = False  # since it began
+        self.beside = False  # trained on in one step alone, which had batches of another pass too
+        self.is_left = False  # by `break`, it seems
+        self.instead: Pass | None = None  # that led the loop, over the same loader, and was left for this one
         self.leads = False  # the loop's iterations begin with its batches
         self.asked = False  # for a batch, since the last step
         self.again = 0  # batches that are handed out again, where the script skips them
@@ -147,8 +153,9 @@ class Batches(Generic[T]):
         return self._loop.left(self._pass.loader)
 
     def close(self) -> None:
-        """Leave the loop, as `break` does."""
+        """Leave the loop, and end what reads ahead for it."""
         self._batches.close()
+        self._loop.leave(self._pass)
 
 
 class Loop:
@@ -192,6 +199,7 @@ class Loop:
         self._per_epoch: int | None = None  # steps of the epoch before
         self._trained_epoch: int | None = None  # the last one in which there was a step
         self._sees_steps = False
+        self._calls_step = False  # the script calls `manager.step`: iterations end there, else with updates
         self._asked_epoch = True  # the script has read the progress of the checkpoint, or there is none
         self._is_resumed = False  # and nothing has been trained on since
         self._by_script = False  # the script finds its place in the data, after Accelerate's own `load_state`
@@ -262,6 +270,8 @@ class Loop:
         return self._loaders.left(loader)
 
     def _next_epoch(self) -> None:
+        for current in list(self._open):
+            self.leave(current)
         self._judge_ended()
         self._name_unclaimed()
         self.progress.epoch += 1
@@ -290,7 +300,7 @@ class Loop:
         """A checkpoint was loaded as Accelerate does: the next pass begins at the start of the epoch, whose batches up
         to the saved position are for the script to skip. A loader with a state of its own continues, as there, and so
         does a pass that the loop is in."""
-        self._by_script, self._asked_epoch = not self._open, True
+        self._by_script = self._asked_epoch = True
 
     def _is_left_to_script(self, loader: Loader) -> bool:
         return self._by_script and not has_state(samplers.reader(loader))
@@ -311,6 +321,8 @@ class Loop:
         if current.tracked is None:
             self._catch_up(current)
         elif current.leads:
+            if current.is_left:
+                self._come_back(current)
             self._idle = 0
             if self.is_due:
                 self.at_boundary()
@@ -324,13 +336,17 @@ class Loop:
             self.at_boundary()
 
     def _catch_up(self, current: Pass) -> None:
-        """A pass begins. Outside of `epochs`, a loader that is read again begins the next epoch: the one before has
-        ended, or was left. So it does where the script finds its place, and nothing is left of the saved epoch."""
+        """A pass begins: one before it over the same loader has ended, or was left, unless this is evaluation. Outside
+        of `epochs`, a loader that is read again begins the next epoch. So it does where the script finds its place, and
+        nothing is left of the saved epoch."""
         loader = current.loader
-        alone = not self._open
+        while before := [other for other in self._open if other.loader is loader and self._is_over_for(other)]:
+            self._pass_over(before[-1])
+            current.instead = before[-1] if before[-1].leads and before[-1].trained else None
+        alone = self._is_alone
         self._judge_ended()
         if alone and not self._in_epochs:
-            if any(over.trained for over in self._loaders.over(loader).values()):
+            if self._loaders.was_trained_on(loader):
                 self._next_epoch()
             if self._leader is not None and self._leader.loader is loader:
                 self.boundary()
@@ -341,45 +357,89 @@ class Loop:
             if self.progress.epoch == epoch:
                 self._next_epoch()
 
+    @staticmethod
+    def _is_over_for(before: Pass) -> bool:
+        """Whether a pass that begins now over the same loader shows that one before was left. Evaluation does not."""
+        return torch.is_grad_enabled() or not before.leads
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no open pass leads the loop."""
+        return not any(current.leads for current in self._open)
+
+    def leave(self, left: Pass) -> None:
+        """A pass was left, or seems so."""
+        if left.tracked is not None and not left.is_left:
+            left.is_left = True
+            self._end(left)
+
+    def _pass_over(self, left: Pass) -> None:
+        """A pass was left for another. If they were read side by side in one step alone, it was no part of the loop."""
+        assert left.tracked is not None
+        if left.beside:
+            left.trained = left.tracked.trained = False
+        self.leave(left)
+        if not left.trained and (left.around or left.beside):
+            self._loaders.drop(left.tracked)
+
+    def _come_back(self, current: Pass) -> None:
+        """A pass that seemed left hands out a batch: what led the loop meanwhile was inside it, or in turn with it."""
+        assert current.tracked is not None
+        self._judge_ended()
+        if not current.is_left:  # that was what had begun since, and it was no training
+            return
+        current.is_left = False
+        self._open.append(current)
+        self._loaders.by_key[current.key] = current.tracked
+        if not current.trained:
+            self.progress.samples += current.samples
+        if current.leads and not self._in_epochs:
+            self._outside_epochs -= self.progress.epoch - current.epoch
+            self.progress.epoch, self.progress.batch = current.epoch, current.tracked.batches_handed_out
+        if current.leads and self._leader is not current:
+            self.caveats.note("data", IN_TURN)
+
     def _through(self, current: Pass) -> Generator[tuple[int, Any], None, None]:
         """Each batch with its number in the epoch."""
-        restores = -1
-        while restores != self._restores:
-            restores = self._restores
+        while True:
             tracked = self._begin(current)
-            ended = False
-            try:
-                if current.again:
-                    with closing(self._read(current, tracked.from_start(current.saved or {}))) as again:
-                        yield from enumerate(again)
-                    current.again = 0
-                with closing(self._read(current, tracked)) as batches:
-                    for batch in batches:
-                        yield tracked.batches_handed_out - 1, batch
-                        del batch
-                        if restores != self._restores:
-                            break
-                    else:
-                        ended = True
-            finally:
-                self._end(current, restored=restores != self._restores)
-            # a resume at the very end of an epoch hands out nothing of it: the epoch was trained on before
-            was_over = current.saved is not None and tracked.trained and not current.handed
-            is_training = current.trained or was_over or not self._sees_steps
-            if ended and is_training and not self._in_epochs and not self._open:
-                outside = self._outside_epochs
-                self._next_epoch()
-                if was_over:  # the checkpoint's own epoch, which `epochs` counts from
-                    self._outside_epochs = outside
+            if current.again:
+                yield from enumerate(self._read(current, tracked.from_start(current.saved or {})))
+                current.again = 0
+            for batch in self._read(current, tracked):
+                yield tracked.batches_handed_out - 1, batch
+                del batch
+                if current.restores != self._restores:  # a checkpoint was loaded meanwhile, into this very pass
+                    self._end(current)
+                    self._by_script = False
+                    break
+            else:
+                self._finish(current, tracked)
+                return
+
+    def _finish(self, current: Pass, tracked: TrackedLoader) -> None:
+        """A pass is at the end of its loader: so is the epoch, if it led the loop."""
+        if current.is_left:
+            return
+        self._end(current)
+        # a resume at the very end of an epoch hands out nothing of it: the epoch was trained on before
+        was_over = current.saved is not None and tracked.trained and not current.handed
+        is_training = current.trained or was_over or not self._sees_steps
+        if is_training and not self._in_epochs and self._is_alone:
+            outside = self._outside_epochs
+            self._next_epoch()
+            if was_over:  # the checkpoint's own epoch, which `epochs` counts from
+                self._outside_epochs = outside
 
     def _begin(self, current: Pass) -> TrackedLoader:
         current.key, tracked, current.saved = self._loaders.next(current.loader)
         if not tracked.has_saved_position and not self._open:
             self.progress.batch = 0
-        current.tracked, current.batch = tracked, self.progress.batch
+        current.tracked, current.batch, current.epoch = tracked, self.progress.batch, self.progress.epoch
         current.fresh = current.samples = current.first = 0
-        current.trained = current.handed = False
-        current.around = {id(other): other.batches_handed_out for other in self._loaders.open}
+        current.trained = current.handed = current.beside = current.is_left = False
+        current.restores = self._restores
+        current.around = self._handed_out()
         if current.saved is not None and not tracked.is_over and self._is_left_to_script(current.loader):
             current.again = tracked.batches_handed_out
         self._open.append(current)
@@ -387,44 +447,45 @@ class Loop:
             current.loader.iteration = self.progress.epoch
         return tracked
 
+    def _handed_out(self) -> dict[int, int]:
+        """By each open pass."""
+        return {id(other): other.tracked.batches_handed_out for other in self._open if other.tracked is not None}
+
     def _read(self, current: Pass, tracked: TrackedLoader) -> Generator[Any, None, None]:
         """The batches of a tracked loader, counted. Those that it hands out again are neither counted nor kept."""
         taken = tracked.take(self.progress.epoch, announced=current.announced, make_iterator=current.own)
         left = current.again if tracked is not current.tracked else None
-        nested = bool(current.around)
-        try:
-            while left is None or left > 0:
-                self._reads, before = True, self._reads
-                try:
-                    found = next(taken, None)
-                finally:
-                    self._reads = before
-                if found is None:
-                    break
-                batch, samples = found
-                del found  # or it would live as long as the next batch takes
-                current.fresh += 1
-                self._fed = current.handed = True
-                if left is None:
-                    self.progress.batch += not nested
-                    current.samples += samples * self._world_size
-                    self.progress.samples += samples * self._world_size
-                else:
-                    left -= 1
-                yield batch
-                del batch
-        finally:
-            taken.close()
+        while left is None or left > 0:
+            self._reads, before = True, self._reads
+            try:
+                found = next(taken, None)
+            finally:
+                self._reads = before
+            if found is None:
+                break
+            batch, samples = found
+            del found  # or it would live as long as the next batch takes
+            if current.is_left:
+                self._come_back(current)
+            current.fresh += 1
+            self._fed = current.handed = True
+            if left is None:
+                self.progress.batch += not any(id(other) in current.around for other in self._open)
+                current.samples += samples * self._world_size
+                self.progress.samples += samples * self._world_size
+            else:
+                left -= 1
+            yield batch
+            del batch
 
-    def _end(self, ended: Pass, *, restored: bool) -> None:
-        """A pass has ended, or was left. `restored`: because a checkpoint was loaded meanwhile."""
-        tracked = ended.tracked
+    def _end(self, ended: Pass) -> None:
+        """A pass has ended, or was left, or a checkpoint was loaded meanwhile."""
+        tracked, restored = ended.tracked, ended.restores != self._restores
         assert tracked is not None
         self._open = [other for other in self._open if other is not ended]
         if self._first_asked is ended:  # it leads no more: the pass that comes next does
             self._first_asked = None
         self._drop_if_nested(ended, tracked)
-        ended.tracked = ended.tracked if not restored else None
         if restored or ended.trained or not self._sees_steps:
             return
         self.progress.samples -= ended.samples  # of no training
@@ -440,6 +501,11 @@ class Loop:
             self._end_untrained(ended, ended.tracked)
 
     def _end_untrained(self, ended: Pass, tracked: TrackedLoader) -> None:
+        instead, ended.instead = ended.instead, None
+        if instead is not None and instead.is_left:
+            self._loaders.drop(tracked)
+            self._come_back(instead)
+            return
         if ended.saved is not None and (ended.samples or ended.again) and not ended.announced:
             self._loaders.put_back(ended.key, tracked, ended.saved)
             self.progress.batch = ended.batch
@@ -456,7 +522,7 @@ class Loop:
 
         Loaders that are read side by side are another thing: each moves on while the other is open.
         """
-        if any(ended.around.get(id(other)) == other.batches_handed_out for other in self._loaders.open):
+        if ended.around.items() & self._handed_out().items():
             self._loaders.drop(tracked)
 
     # --- steps
@@ -485,7 +551,7 @@ class Loop:
         if not self.counts_updates:
             self.progress.step += 1
         fed, self._fed = self._fed, False
-        led = self._is_led()
+        led = self._is_led(calls_step=True)
         if not (fed or led):
             return self._stepped_alone()
         self._unfed = 0
@@ -495,20 +561,24 @@ class Loop:
             return False
         return True
 
-    def _is_led(self) -> bool:
+    def _is_led(self, *, calls_step: bool) -> bool:
         """Whether an open pass leads the loop: its iterations begin with a batch of that pass, the first that it asks
         for after a step."""
         asked, self._first_asked = self._first_asked, None
-        led = still = False
+        first, self._calls_step = calls_step and not self._calls_step, self._calls_step or calls_step
+        leaders = [current for current in self._open if current.leads]
+        still = any(current.asked for current in leaders)
         for current in self._open:
-            if current.leads:
-                led, still = True, still or current.asked
             current.asked = False
-        if asked is not None and not still and asked.tracked is not None and asked in self._open:
-            if led and self._leader is not asked:
-                self.caveats.note("data", IN_TURN)
-            asked.leads, self._leader, led = True, asked, True
-        return led
+        if asked is None or still or (first and leaders) or asked not in self._open:
+            return bool(leaders)
+        for left in leaders:
+            self._pass_over(left)
+        assert asked.tracked is not None
+        if leaders:
+            self.progress.batch = asked.tracked.batches_handed_out
+        asked.leads, self._leader = True, asked
+        return True
 
     def _stepped_alone(self) -> bool:
         """A step without a batch of any followed loader. In `epochs` the first step of an epoch without one waits for
@@ -540,24 +610,25 @@ class Loop:
             self._updates += 1
             self.progress.step += self.counts_updates
         self._mark_training()
+        if first and not self._calls_step:
+            self._is_led(calls_step=False)
         if first and self._thread is not None and self._leader is None and not (self._fed or self._in_epochs):
             self._note_unfollowed()
 
     def _mark_training(self) -> None:
         """An optimizer was stepped: on what every open pass has handed out since the last step."""
-        fed = False
         ended, self._ended = self._ended, None
         if ended is not None:
             self.progress.samples += ended.samples
-        for current in (*self._open, ended) if ended is not None else self._open:
-            if current.fresh:
-                fed = True
-                self._mark(current)
+        fresh = [current for current in (*self._open, ended) if current is not None and current.fresh]
+        for current in fresh:
+            current.beside = len(fresh) > 1 and not current.trained
+            self._mark(current)
         if self._thread is not None:
             if self.progress.epoch != self._trained_epoch:
                 self._trained_epoch = self.progress.epoch
                 self.on_training(self.progress.epoch)
-            if not (fed or self._fed or self._open):
+            if self._is_alone and not (fresh or self._fed):
                 self._drop_unread()
 
     def _mark(self, current: Pass) -> None:
@@ -580,8 +651,10 @@ class Loop:
     def _compare_rhythm(self, current: Pass) -> None:
         """The first step after a resume in the middle of a pass: batches that the loop did not train on may be lost."""
         per_step, ahead = self._saved_rhythm.get("per_step"), self._saved_rhythm.get("ahead", 0)
+        if current.saved is None:
+            return
         self._saved_rhythm = {}
-        if current.saved is None or not per_step or self._by_script or self.quiet:
+        if not per_step or self._by_script or self.quiet:
             return
         before = current.saved.get("before", 0) + current.saved.get("batches", 0)
         unused = current.first - per_step
@@ -616,8 +689,10 @@ class Loop:
         self._asked_epoch = True
 
     def saved_progress(self) -> Progress:
-        """Where the next run will begin."""
+        """Where the next run will begin. A pass inside an iteration, on which nothing was trained, is no part of it."""
         self._judge_ended()
+        for inside in [] if self._is_alone else [current for current in self._open if not current.trained]:
+            self._pass_over(inside)
         if not self._loaders.unclaimed.positions and self._is_over():
             return Progress(self.progress.epoch + 1, 0, self.progress.step, self.progress.samples)
         return self.progress

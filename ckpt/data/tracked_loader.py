@@ -3,18 +3,18 @@
 The states of a `TrackedLoader`, which stands for one pass:
 
     fresh ------------------+
-                            +-- take() --> open --> in the middle --+--> done
-    has_saved_position -----+                                       +--> left
+                            +-- take() --> in the middle --> done
+    has_saved_position -----+
       ^ go_back(), skip()
 
 - fresh: nothing was handed out in this epoch.
 - has_saved_position: the next pass begins at a position set by `go_back` or `skip`, and the loader has not been read
   yet. The property becomes false in the pass, when that position is reached (`Cursor.arrive`).
-- open: `take` has made an iterator (`is_open`), and a strategy takes it to the position: `ByIndex` where
-  data is map-style, `ByState` where the loader or the dataset has a `state_dict`, `ByReplay` where
-  the data can only be read again.
-- in the middle: batches were handed out; `state` is the position after the last of them.
-- done: the epoch is over. Left: the loop ended before that (`break`, an error, a load), and the position is kept.
+- `take` makes an iterator, and a strategy takes it to the position: `ByIndex` where data is map-style, `ByState` where
+  the loader or the dataset has a `state_dict`, `ByReplay` where the data can only be read again.
+- in the middle: batches were handed out; `state` is the position after the last of them, and stays so where the loop
+  ends before the loader does (`break`, an error, a load).
+- done: the epoch is over.
 
 `EpochLoaders` has the loaders of one epoch, each under its key, and the saved positions that none has claimed yet.
 """
@@ -47,18 +47,12 @@ class TrackedLoader:
         self._cursor = Cursor(loader, rank, world_size)
         self._repartition = Repartition(loader, self._cursor.reads, rank, world_size)
         self._strategy: RestoreStrategy | None = None
-        self._iterator: Iterator[Any] | None = None
         self._make_iterator: MakeIterator = lambda: own_iterator(loader)
 
     @property
     def has_saved_position(self) -> bool:
         """Whether the next pass begins at a position that was saved, and that it has not reached yet."""
         return self._cursor.has_saved_position
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the training loop is inside."""
-        return self._iterator is not None
 
     @property
     def is_first_rank(self) -> bool:
@@ -136,16 +130,19 @@ class TrackedLoader:
         if announced:
             self._set_epoch(epoch)
         position = self._cursor.position
-        try:
-            self._iterator = self._open(epoch)
-            for batch in self._iterator:
-                samples = self._strategy.take(batch) if self._strategy is not None else 0
-                position.batches += 1
-                position.samples += samples
-                yield batch, samples
-            position.done = True
-        finally:
-            self._leave()
+        iterator = self._open(epoch)  # held by nobody else: workers stop with it, also after `break`
+        for batch in iterator:
+            samples = self._strategy.take(batch) if self._strategy is not None else 0
+            position.batches += 1
+            position.samples += samples
+            self._cursor.note_end(iterator)
+            yield batch, samples
+            del batch
+        position.done = True
+        self._update_position()
+        if self._strategy is not None:
+            self._strategy.close()
+        self._strategy = None
 
     def _set_epoch(self, epoch: int) -> None:
         for part in [self.loader, *samplers.samplers(self.loader), getattr(self.loader, "dataset", None)]:
@@ -166,15 +163,7 @@ class TrackedLoader:
         self._cursor.update_generators()
         if self._strategy is not None:
             self._strategy.update_position()
-        self._cursor.update(self._iterator)
-
-    def _leave(self) -> None:
-        """The loop has ended, or was left. No reference may keep the iterator alive: its workers stop with it."""
-        self._update_position()
-        self._iterator = None
-        if self._strategy is not None:
-            self._strategy.close()
-        self._strategy = None
+        self._cursor.leave_state_to_reader()
 
     def _changed_dataset(self, position: Position) -> dict[str, str]:
         size = size_of(getattr(self._cursor.reader, "dataset", None))
@@ -259,24 +248,16 @@ class EpochLoaders:
         self._wrapped: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
 
     @property
-    def open(self) -> list[TrackedLoader]:
-        """Those that the loop is in the middle of."""
-        return [tracked for tracked in self.by_key.values() if tracked.is_open]
-
-    @property
     def done(self) -> bool:
         return all(tracked.done for tracked in self.by_key.values())
 
     def is_named(self, loader: Loader) -> bool:
         return any(named is loader for named in self._named().values())
 
-    def over(self, loader: Loader) -> dict[str, TrackedLoader]:
-        """The passes through a loader that have ended, or were left."""
-        return {
-            key: tracked
-            for key, tracked in self.by_key.items()
-            if tracked.loader is loader and not tracked.is_open and not tracked.has_saved_position
-        }
+    def was_trained_on(self, loader: Loader) -> bool:
+        """Whether a step was made in a pass through a loader in this epoch."""
+        read = (tracked for tracked in self.by_key.values() if not tracked.has_saved_position)
+        return any(tracked.trained for tracked in read if tracked.loader is loader)
 
     def drop(self, *dropped: TrackedLoader) -> None:
         gone = {id(tracked) for tracked in dropped}

@@ -161,6 +161,129 @@ class TestNumbersOfBatches:
         assert run.approximated == {}
 
 
+class TestALoopThatIsLeft:
+    """By `break`. Each iterator is kept alive here: how long an object lives decides nothing."""
+
+    @staticmethod
+    def _left(run: Fixture, batches: Iterable[Any], trained: int) -> Iterator[Any]:
+        """Train on the first batches, or look at one."""
+        reading = iter(batches)
+        for number, (inputs,) in enumerate(reading, 1):
+            if trained:
+                run.train(inputs)
+                run.manager.step()
+            if number >= trained:
+                break
+        return reading
+
+    @pytest.mark.parametrize("announced", [True, False])
+    def test_the_next_one_over_its_loader_begins_the_next_epoch(self, anywhere: str, announced: bool) -> None:
+        run, kept = Fixture(anywhere), []
+        with run.manager as manager:
+            manager.resume()
+            for epoch in range(3):
+                kept.append(self._left(run, manager.batches(run.loader) if announced else run.loader, 2))
+                assert (manager.progress.epoch, manager.progress.batch) == (epoch, 2)
+
+    def test_a_look_at_the_first_batch_is_no_training(self, anywhere: str) -> None:
+        run = Fixture(anywhere)
+        with run.manager as manager:
+            manager.resume()
+            kept = [self._left(run, run.loader, 0)]
+            for number, (inputs,) in enumerate(run.loader, 1):
+                run.train(inputs)
+                manager.step()
+                assert (manager.progress.batch, manager.progress.samples) == (number, 2 * number)
+            assert (manager.progress.epoch, manager.progress.samples) == (1, SIZE)
+        assert kept
+
+    def test_a_look_at_other_data_is_no_part_of_the_loop(self, anywhere: str) -> None:
+        run, others = Fixture(anywhere), [(torch.zeros(2, 1),)] * 5
+        with run.manager as manager:
+            manager.resume()
+            kept = [self._left(run, manager.batches(others), 0)]
+            for inputs in run.loader:
+                run.train(*inputs)
+                manager.step()
+                kept.append(self._left(run, manager.batches(others), 0))
+            assert (manager.progress.epoch, manager.progress.samples) == (1, SIZE)
+
+    @pytest.mark.parametrize("epochs", [True, False])
+    def test_evaluation_after_it_keeps_its_position(self, anywhere: str, epochs: bool) -> None:
+        seen = []
+        for stop in (True, False):
+            run, kept = Fixture(anywhere), []
+            with run.manager as manager:
+                manager.resume()
+                for _ in manager.epochs(1) if epochs else range(1):
+                    kept.append(self._left(run, run.loader, 3) if stop else None)
+                    evaluated = len(list(manager.batches([(torch.zeros(2, 1),)] * 5)))
+                    seen.append(evaluated)
+                    if stop:
+                        assert manager.progress.batch == 3
+                        manager.save_state()
+                    else:
+                        seen.append(len(list(run.loader)))
+        assert seen == [5, 5, 7]
+
+    def test_one_that_hands_out_more_was_not_left(self, anywhere: str) -> None:
+        """The same loader once more inside an iteration, with gradients: neither it nor its epochs count."""
+        run, seen = Fixture(anywhere), []
+        with run.manager as manager:
+            manager.resume()
+            for number, (inputs,) in enumerate(run.loader, 1):
+                run.train(inputs)
+                manager.step()
+                seen.append(len(list(run.loader)))
+                if number == 4:
+                    manager.save_state()
+            assert seen == [10] * 10
+            assert (manager.progress.epoch, manager.progress.samples) == (1, SIZE)
+        again = Fixture(anywhere)
+        with again.manager as manager:
+            assert manager.load_state("step-00000004").approximated == {}
+            assert (manager.progress.epoch, len(list(again.loader))) == (0, 6)
+
+    def test_steps_on_other_data_take_the_lead_and_say_so_if_it_goes_on(
+        self, anywhere: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        run = Fixture(anywhere)
+        other = DataLoader(TensorDataset(torch.zeros(8, 1)), 2)
+        with run.manager as manager:
+            manager.resume()
+            reading = self._left(run, run.loader, 3)
+            for number, (inputs,) in enumerate(manager.batches(other), 1):
+                run.train(inputs)
+                manager.step()
+                assert manager.progress.batch == number
+            assert "in turn" not in caplog.text
+            for (inputs,) in reading:
+                run.train(inputs)
+                manager.step()
+            manager.save_state()
+        assert "two loaders feed this loop in turn" in caplog.text
+
+    def test_its_workers_end_with_its_iterator(self, anywhere: str) -> None:
+        run, ended = Fixture(anywhere), []
+
+        def read() -> Iterator[Any]:
+            try:
+                yield from [(torch.zeros(2, 1),)] * 5
+            finally:
+                ended.append(True)
+
+        class Source:
+            def __iter__(self) -> Iterator[Any]:
+                return read()
+
+        with run.manager as manager:
+            batches = manager.batches(Source())
+            self._left(run, batches, 2)
+            assert not ended
+            batches.close()
+            assert ended
+
+
 class OneAhead:
     """Reads the next batch before it gives this one, as prefetchers for CUDA do."""
 

@@ -75,7 +75,7 @@ def _take(tracked: TrackedLoader, batches: int | None = None) -> list[Any]:
 
 
 def _states(tracked: TrackedLoader) -> list[str]:
-    return [name for name in ("has_saved_position", "is_open", "done") if getattr(tracked, name)]
+    return [name for name in ("has_saved_position", "done") if getattr(tracked, name)]
 
 
 def _resumed(make: Callable[[], Any], state: dict[str, Any]) -> TrackedLoader:
@@ -99,18 +99,18 @@ def test_the_position_of_each_kind_of_loader_is_restored_by_its_strategy(kind: s
     assert repr(batch) == repr(next(passing)[0])
 
 
-def test_a_loader_is_fresh_then_open_then_in_the_middle_then_done() -> None:
+def test_a_loader_is_fresh_then_in_the_middle_then_done() -> None:
     tracked = TrackedLoader(_shuffled(), 0, 1)
     assert _states(tracked) == []
     passing = tracked.take(0)
     next(passing)
-    assert _states(tracked) == ["is_open"]
+    assert _states(tracked) == []
     assert tracked.batches_handed_out == 1
     assert len(list(passing)) == 5
     assert _states(tracked) == ["done"]
 
 
-def test_a_loader_that_is_left_is_in_the_middle_and_not_open() -> None:
+def test_a_loader_that_is_left_is_in_the_middle() -> None:
     tracked = TrackedLoader(_shuffled(), 0, 1)
     assert len(_take(tracked, 2)) == 2
     assert _states(tracked) == []
@@ -126,7 +126,7 @@ def test_a_saved_position_is_kept_until_the_pass_reaches_it() -> None:
     passing = resumed.take(0)
     assert _states(resumed) == ["has_saved_position"]
     next(passing)
-    assert _states(resumed) == ["is_open"]
+    assert _states(resumed) == []
     assert resumed.batches_handed_out == 3
 
 
