@@ -32,7 +32,7 @@ from benchmarks.shared.counted_objects import CountedObjects
 from benchmarks.shared.measure import in_a_new_process
 from benchmarks.shared.report import Run, in_seconds, parser, table
 from benchmarks.shared.results import Samples
-from ckpt.ranks.store import TimedStore
+from ckpt.ranks.store_and_heartbeats import TimedStore
 from ckpt.ranks.store_group import StoreGroup
 from ckpt.storage.object_storage import ObjectStorage
 

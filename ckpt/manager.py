@@ -29,12 +29,11 @@ from ckpt.options import (
     required_root,
     resolve_options,
 )
-from ckpt.ranks.group import MAIN
-from ckpt.ranks.preemption import Preemption
-from ckpt.ranks.save_schedule import SaveSchedule
+from ckpt.ranks.consensus import MAIN
+from ckpt.ranks.schedule_and_signals import Preemption, SaveSchedule
 from ckpt.root.catalog import name_of_step
-from ckpt.root.commit import SaveReport
 from ckpt.root.retention import Keep
+from ckpt.save.saver import SaveReport
 from ckpt.session import Session
 from ckpt.state.plain_values import PlainValues
 from ckpt.state.registry import find_source, refuse_unnamed

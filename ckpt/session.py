@@ -25,12 +25,10 @@ from ckpt.memory.session_tier import (
     without_this_save,
 )
 from ckpt.options import ManagerOptions, RankOptions
-from ckpt.ranks.consensus import run_on_all_ranks
+from ckpt.ranks.consensus import MAIN, Ranks, run_on_all_ranks
 from ckpt.ranks.find import find_ranks
-from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import Hosts, find_hosts, may_have_separate_roots
-from ckpt.ranks.preemption import Preemption
-from ckpt.ranks.save_schedule import SaveSchedule
+from ckpt.ranks.schedule_and_signals import Preemption, SaveSchedule
 from ckpt.root.catalog import check_name, manifests_of_run, name_of_step
 from ckpt.root.mirror import Copies, MirrorPatience, MirrorWorker
 from ckpt.root.open import refuse_checkpoint, try_out_tiers
@@ -139,8 +137,10 @@ class Session:
         self.schedule = SaveSchedule(self.ranks, when.steps, when.time, on_sigusr1=options.ranks.save_on_sigusr1)
         self.loop = Loop(self.ranks, source.loaders)
         self.registry = build_registry(source, options.saving.gradients, self.loop, self.ranks)
-        self.guard = FiniteGuard(self.ranks, self.registry, options.saving.on_nan)
-        self.boundary = LastBoundary(self.ranks, self.registry, self.guard.problem_here) if when.exception else None
+        on_nan = options.saving.on_nan
+        self.guard = FiniteGuard(self.ranks, self.registry, on_nan) if on_nan is not None else None
+        refusal = self.guard.problem_here if self.guard is not None else str
+        self.boundary = LastBoundary(self.ranks, self.registry, refusal) if when.exception else None
         self.loader = self._build_loader(hosts)
         self.registry.refresh()
         connect_loop(self.loop, self.registry, source)
@@ -155,13 +155,14 @@ class Session:
         self._reserve_staging()
 
     def _build_loader(self, hosts: Hosts) -> StateLoader:
-        memory, noted = partial(find_snapshots, self.memory), self.saver.root.lock.note_listing
+        memory = partial(find_snapshots, self.memory) if self.memory is not None else None
+        noted = self.saver.root.lock.note_listing
         return StateLoader(
             self.ranks,
             Locations(self.tiers, hosts, self.options.storage_options, self.patience, memory, noted),
             LiveObjects(self.source, self.registry, self.loop),
             self.options.ranks.broadcast,
-            self.saver.snapshots.paused,
+            self.saver.reading,
             self.saver.root.follow,
             self.trust,
         )
@@ -179,7 +180,8 @@ class Session:
     def require_usable(self, call: str) -> None:
         """Refuse a call from a forked child, or on objects that a failed load has left half-restored."""
         self.saver.owner.require(call)
-        self.loader.refuse_half_loaded()
+        if self.loader.half_loaded is not None:
+            self.loader.refuse_half_loaded()
 
     def set_started(self) -> None:
         self.started = True
@@ -296,7 +298,7 @@ class Session:
             return
         facts = self._facts(as_numbers(self.metrics))
         name = name_of_step(self.loop.progress.step)
-        if not self.guard.passes(f"{name} (memory)"):
+        if self.guard is not None and not self.guard.passes(f"{name} (memory)"):
             return
         capture = StateCapture(self.ranks, "auto", self.memory.hosts, self.memory.compared)
         state = without_this_save(self.source.state())
@@ -342,7 +344,7 @@ class Session:
         if when_busy == "skip" and not wait and self.saver.is_busy_anywhere(name):
             return None
         self.registry.refresh()
-        if not self.guard.passes(name):
+        if self.guard is not None and not self.guard.passes(name):
             self.schedule.restart()
             return None
         root = at or self.saver.root
@@ -350,7 +352,9 @@ class Session:
         self.registry.refresh()  # hooks may have taken models over
         self.unmanaged.saving()
         self.loop.caveats.tell_lasting()
-        request = SaveRequest(name, lambda: self._capture(name, numbers), facts | memory_facts(self.memory), True)
+        if self.memory is not None:
+            facts |= memory_facts(self.memory)
+        request = SaveRequest(name, lambda: self._capture(name, numbers), facts, True)
         self.saver.save(request, wait=wait, replace=when_busy == "replace", root=root)
         self.source.after_save()
         if self.source.name() is not None:

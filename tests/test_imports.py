@@ -49,7 +49,7 @@ ARROWS = {
     "config": "errors util options",
     "session": "errors util storage root ranks state data save load export memory options",
     "tools": "shown errors version util formats storage root ranks state data save load export memory",
-    "manager": "errors util storage root ranks state data load export options config session",
+    "manager": "errors util storage root ranks state data save load export options config session",
     "integrations": "*",
     "selftest": "*",
     "testing": "*",

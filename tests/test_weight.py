@@ -10,8 +10,8 @@ from tests import weight
 
 PRIVATE_NAMES = 40
 ARGUMENTS = 15
-MODULES = 229
-CROSSED = {"save": 59, "resume": 67, "steps": 18}
+MODULES = 224
+CROSSED = {"save": 50, "resume": 58, "steps": 17}
 
 
 def test_private_names_of_others_are_in_one_package_alone() -> None:

@@ -25,7 +25,7 @@ from ckpt.data.loader_info import Loader, MakeIterator, keeps_order
 from ckpt.data.progress import Progress
 from ckpt.data.tracked_loader import EpochLoaders, TrackedLoader, UnclaimedPositions
 from ckpt.errors import ConfigError
-from ckpt.ranks.group import MAIN, Ranks
+from ckpt.ranks.consensus import MAIN, Ranks
 from ckpt.state import samplers
 from ckpt.state.parts import has_state
 from ckpt.state.unmanaged import Caveats

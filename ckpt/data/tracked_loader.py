@@ -35,7 +35,7 @@ from ckpt.data.loader_info import Loader, MakeIterator, batches_skipped, goes_by
 from ckpt.data.progress import Position
 from ckpt.data.repartition import Repartition
 from ckpt.data.restore_strategy import RestoreStrategy, choose_strategy
-from ckpt.ranks.group import Ranks
+from ckpt.ranks.consensus import Ranks
 from ckpt.state import rng, samplers
 
 

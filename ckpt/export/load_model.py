@@ -32,9 +32,8 @@ from ckpt.formats.tensors import narrowed
 from ckpt.load.restore import Restoration, RestoreRequest
 from ckpt.load.restored import Restored, restored_from
 from ckpt.load.select import Choice, Selection, choose
-from ckpt.ranks.consensus import run_on_all_ranks
+from ckpt.ranks.consensus import MAIN, Ranks, run_on_all_ranks
 from ckpt.ranks.find import find_ranks
-from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts, find_hosts, may_have_separate_roots
 from ckpt.root.catalog import locate
 from ckpt.root.folder import Place, single_file

@@ -34,9 +34,8 @@ from ckpt.formats.foreign.hf_safetensors import tied
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.registry import HF, PEFT
-from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
+from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together, run_on_all_ranks
 from ckpt.ranks.find import find_ranks
-from ckpt.ranks.group import MAIN, Ranks
 from ckpt.root.catalog import History, locate, scan
 from ckpt.root.folder import Place
 from ckpt.state.model import ModelPart

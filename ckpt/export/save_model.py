@@ -20,8 +20,7 @@ from ckpt.formats.foreign.hf_safetensors import LiveTensor, StreamedTensor, dupl
 from ckpt.formats.native.shard_table import ShardedState, build_table
 from ckpt.formats.native.tensor_file import dtype_name, finish_collectives
 from ckpt.formats.tensors import FilePlan
-from ckpt.ranks.consensus import run_on_all_ranks
-from ckpt.ranks.group import MAIN, Ranks
+from ckpt.ranks.consensus import MAIN, Ranks, run_on_all_ranks
 from ckpt.state.model import ModelPart, tensors_in
 from ckpt.storage import LocalStorage
 from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar

@@ -44,10 +44,9 @@ from ckpt.formats.registry import (
     TORCH_SUFFIXES,
     TRAINER,
 )
-from ckpt.ranks.group import MAIN
-from ckpt.root.catalog import locate, read_manifest, scan
+from ckpt.ranks.consensus import MAIN
+from ckpt.root.catalog import locate, part_of, rank_of, read_manifest, scan
 from ckpt.root.folder import Folder, Place
-from ckpt.root.manifest_files import part_of, rank_of
 from ckpt.root.signing import BELIEVES_ALL, Trust
 from ckpt.root.verify import VerifiedFile, problems
 from ckpt.shown import few

@@ -19,8 +19,7 @@ from typing import Any, NoReturn
 
 from ckpt.errors import CheckpointError, ConfigError, RanksError
 from ckpt.manager import StateManager
-from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
-from ckpt.ranks.group import MAIN, Ranks
+from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together, run_on_all_ranks
 from ckpt.root.deletion import set_aside_uncommitted, was_cut_off
 from ckpt.save.root_writer import writer_at
 from ckpt.storage import Storage, open_storage, place_of

@@ -31,8 +31,8 @@ from ckpt.memory.place import SLOTS, MemoryPlace
 from ckpt.memory.session_tier import build_tier, find_snapshots
 from ckpt.memory.slot_storage import slot_storage
 from ckpt.memory.tier import MemoryTier
+from ckpt.ranks.consensus import MAIN, Ranks, SingleProcess
 from ckpt.ranks.find import find_ranks
-from ckpt.ranks.group import MAIN, Ranks, SingleProcess
 from ckpt.root import catalog
 from ckpt.root.catalog import name_of_step
 from ckpt.root.verify import problems

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ckpt.root.commit import SaveReport
+from ckpt.save.saver import SaveReport
 
 Callback = Callable[[SaveReport], None]
 

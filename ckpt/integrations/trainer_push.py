@@ -9,8 +9,7 @@ from transformers.trainer_utils import HubStrategy, SaveStrategy
 
 from ckpt.errors import CkptError, ConfigError
 from ckpt.manager import StateManager
-from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
-from ckpt.ranks.group import MAIN
+from ckpt.ranks.consensus import MAIN, Result, decide_together, run_on_all_ranks
 from ckpt.storage.hub.repo import require_client
 
 _log = logging.getLogger("ckpt")

@@ -18,9 +18,8 @@ from ckpt.load.reader import CheckpointReader
 from ckpt.load.select import Choice, MemoryTier, Selection, choose, list_memory
 from ckpt.memory.session_tier import build_tier, find_snapshots
 from ckpt.options import ManagerOptions
-from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
+from ckpt.ranks.consensus import Ranks, Result, decide_together, run_on_all_ranks
 from ckpt.ranks.find import find_ranks
-from ckpt.ranks.group import Ranks
 from ckpt.root import catalog
 from ckpt.root.folder import open_url
 from ckpt.root.signing import open_keys

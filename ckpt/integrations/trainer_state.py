@@ -20,8 +20,7 @@ from ckpt.compat.transformers import OF_THESE_RANKS, SAVE, continue_log, last_lo
 from ckpt.errors import ConfigError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.restored import Restored
-from ckpt.ranks.consensus import Result, decide_together
-from ckpt.ranks.group import Ranks
+from ckpt.ranks.consensus import Ranks, Result, decide_together
 from ckpt.root.catalog import Summary
 from ckpt.root.retention import Keep
 from ckpt.util.console import format_size

@@ -41,7 +41,7 @@ from ckpt.integrations.trainer_state import (
 )
 from ckpt.manager import StateManager
 from ckpt.options import ManagerOptions, inside, resolve_options
-from ckpt.ranks.preemption import EXIT_STATUS
+from ckpt.ranks.schedule_and_signals import EXIT_STATUS
 from ckpt.root import catalog
 from ckpt.state import rng
 from ckpt.state.objects import KINDS

@@ -27,7 +27,7 @@ from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.registry import ACCELERATE, claims
 from ckpt.formats.tensors import copy_into, narrowed
 from ckpt.load.reader import CheckpointReader, PartTensors, check_rank_state
-from ckpt.ranks.group import Ranks
+from ckpt.ranks.consensus import Ranks
 from ckpt.root.catalog import read_manifest
 from ckpt.root.folder import ROOT_ITSELF, Folder, is_foreign
 from ckpt.state import samplers

@@ -24,9 +24,8 @@ from ckpt.errors import AbsentError, CkptError, DeniedError, RanksError, Storage
 from ckpt.formats.native.manifest import digest
 from ckpt.formats.tensors import Transfer, host_bytes
 from ckpt.ranks import hosts
-from ckpt.ranks.consensus import FollowingError, Result, decide_together
-from ckpt.ranks.group import Ranks
-from ckpt.ranks.store import LivenessWatch, format_ranks
+from ckpt.ranks.consensus import FollowingError, Ranks, Result, decide_together
+from ckpt.ranks.store_and_heartbeats import LivenessWatch, format_ranks
 from ckpt.root.verify import VerifiedFile
 
 _log = logging.getLogger("ckpt")

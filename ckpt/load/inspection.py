@@ -31,10 +31,9 @@ from ckpt.formats.native.documents import STATE
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.formats.native.shard_table import EVERY, ShardSpec, ShardTable
 from ckpt.load.accelerate import read_any
-from ckpt.ranks.consensus import Result, decide_together
-from ckpt.ranks.group import MAIN, Ranks
+from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together
 from ckpt.ranks.hosts import Hosts
-from ckpt.root.manifest_files import manifest_bytes, part_of, rank_of, spread_file
+from ckpt.root.catalog import manifest_bytes, part_of, rank_of, spread_file
 from ckpt.root.signing import Trust
 from ckpt.root.verify import size_problems
 from ckpt.storage import Storage, Tiers

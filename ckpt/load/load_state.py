@@ -20,8 +20,7 @@ from ckpt.load.reader import CheckpointReader
 from ckpt.load.restore import Restoration, RestoreRequest, rewinder
 from ckpt.load.restored import Restored, restored_from
 from ckpt.load.select import Candidate, Choice, MemoryTier, Selection, choose
-from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
-from ckpt.ranks.group import MAIN, Ranks
+from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together, run_on_all_ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
 from ckpt.root.catalog import Overview, check_name
 from ckpt.root.folder import ROOT_ITSELF, Folder, open_url
@@ -52,7 +51,7 @@ class Locations:
     hosts: Hosts = ONE_SHARED_ROOT
     options: Mapping[str, Any] | None = None
     patience: MirrorPatience | None = None
-    memory: Callable[[], MemoryTier | None] = lambda: None
+    memory: Callable[[], MemoryTier | None] | None = None
     on_listed: Callable[[Overview], None] = lambda root: None
 
     def resolve(self, name: str | None, ranks: Ranks) -> tuple[Locations, str | None]:
@@ -171,7 +170,7 @@ class StateLoader:
             name=name,
             hosts=locations.hosts,
             foreign=True,
-            memory=locations.memory() if name is None else None,
+            memory=locations.memory() if name is None and locations.memory is not None else None,
             trust=self.trust,
             patience=locations.patience,
             on_listed=locations.on_listed,

@@ -28,8 +28,8 @@ from ckpt.formats.sharded_tensors import is_sharded, layout_of, local_tensor
 from ckpt.formats.tensors import Transfer, same_bytes
 from ckpt.load.broadcast import Broadcasts
 from ckpt.load.verified_read import read, read_verified, verify
-from ckpt.ranks.group import MAIN
-from ckpt.root.manifest_files import own_key, spread_file, whole_file
+from ckpt.ranks.consensus import MAIN
+from ckpt.root.catalog import own_key, spread_file, whole_file
 from ckpt.root.verify import VerifiedFile
 from ckpt.state import rng
 from ckpt.state.parts import LEFT, Place, SavedTensor

@@ -24,9 +24,8 @@ from ckpt.load.accelerate import UNKNOWN_PROGRESS, open_any
 from ckpt.load.broadcast import planned_broadcasts
 from ckpt.load.reader import CheckpointReader
 from ckpt.load.select import Candidate
-from ckpt.ranks.consensus import Result, decide_together, first_of_each, run_on_all_ranks
-from ckpt.ranks.group import MAIN, Ranks
-from ckpt.root.manifest_files import own_key
+from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together, first_of_each, run_on_all_ranks
+from ckpt.root.catalog import own_key
 from ckpt.shown import Lines, few
 from ckpt.state import rng
 from ckpt.state.division import under_all_names

@@ -18,8 +18,7 @@ from ckpt.errors import DamagedError, LockedError, StorageError, UntrustedError,
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.accelerate import folder_of, foreign_names, read_any
 from ckpt.load.inspection import Inspection
-from ckpt.ranks.consensus import Result, decide_together
-from ckpt.ranks.group import MAIN, Ranks
+from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
 from ckpt.root import catalog
 from ckpt.root.catalog import Overview

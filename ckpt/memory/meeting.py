@@ -23,8 +23,7 @@ from ckpt.memory.place import MemoryPlace, PlaceError, memory_directory
 from ckpt.memory.rescue import rescue_settings
 from ckpt.memory.root_token import identity_of, read_token, remove_token, write_token
 from ckpt.memory.slot_storage import hold_memory, is_held, replica_storage, slot_storage
-from ckpt.ranks.consensus import Result, decide_together
-from ckpt.ranks.group import MAIN, Ranks
+from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts, host_name
 from ckpt.storage import Storage, place_of
 from ckpt.util.threads import boot_id

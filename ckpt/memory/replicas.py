@@ -24,12 +24,10 @@ from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.memory.meeting import Meeting
 from ckpt.memory.place import MemoryPlace
 from ckpt.memory.slot_storage import REPLICA, remove_files, replica_storage, slot_storage
-from ckpt.ranks.consensus import Result, decide_together
-from ckpt.ranks.group import MAIN, Ranks
+from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together
 from ckpt.ranks.hosts import Hosts
 from ckpt.root import catalog
-from ckpt.root.catalog import find
-from ckpt.root.manifest_files import rank_of
+from ckpt.root.catalog import find, rank_of
 from ckpt.root.mirror import Throttle
 from ckpt.storage import Storage
 from ckpt.util.option_values import parse_size

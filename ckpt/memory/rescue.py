@@ -23,9 +23,9 @@ from ckpt.memory.root_token import identity_of, read_token
 from ckpt.memory.slot_storage import slot_storage
 from ckpt.root import deletion
 from ckpt.root.catalog import Overview, Summary, find, scan
-from ckpt.root.commit import Attempt
 from ckpt.root.lock import lock_root
 from ckpt.root.verify import VerifiedFile, reading, size_problems, without_other_hosts
+from ckpt.root.write_link_commit import Attempt
 from ckpt.storage import Grouping, LocalStorage, MemoryStorage, Staging, Storage, open_storage
 from ckpt.util.console import format_size, one_line, utc_now
 

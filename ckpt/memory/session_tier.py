@@ -15,9 +15,9 @@ from ckpt.compat.accelerate import save_hooks
 from ckpt.load import select
 from ckpt.load.restored import Restored
 from ckpt.load.select import STRAY, in_memory
-from ckpt.memory.root_token import remove_token
+from ckpt.memory.root_token import TOKEN, remove_token
 from ckpt.memory.statistics import crash_facts, saving_of
-from ckpt.ranks.group import MAIN
+from ckpt.ranks.consensus import MAIN
 from ckpt.save.saver import Saver
 from ckpt.storage import Storage
 from ckpt.util.console import say
@@ -40,7 +40,7 @@ def build_tier(
     is_main = root.ranks.rank == MAIN
     if not every:
         if is_main:
-            root.lock.call_when_taken(partial(_leave_snapshots, root.storage))
+            root.lock.call_when_taken(partial(_leave_snapshots, root.storage), if_there=TOKEN)
         return None
     from ckpt.memory.meeting import Meeting  # a run without a tier loads none of it
     from ckpt.memory.replicas import Replicas
@@ -71,10 +71,10 @@ def _leave_snapshots(root: Storage) -> None:
 _MARK = in_memory("")
 
 
-def find_snapshots(tier: MemoryTier | None) -> select.MemoryTier | None:
+def find_snapshots(tier: MemoryTier) -> select.MemoryTier | None:
     """The snapshots in the hosts' memory, for a load; None if there are none. Every rank makes this call."""
-    storage = tier.find() if tier is not None else None
-    return select.MemoryTier(storage, tier.hosts) if tier is not None and storage is not None else None
+    storage = tier.find()
+    return select.MemoryTier(storage, tier.hosts) if storage is not None else None
 
 
 def note_load(tier: MemoryTier, restored: Restored | None) -> None:
@@ -102,9 +102,9 @@ def _warn_of_damage(passed_over: Mapping[str, str], crashed_at: int | None, step
         )  # fmt: skip
 
 
-def memory_facts(tier: MemoryTier | None) -> dict[str, Any]:
+def memory_facts(tier: MemoryTier) -> dict[str, Any]:
     """What the tier cost and saved since the root's last checkpoint, for the manifest of its next one."""
-    facts = tier.statistics.facts() if tier is not None else {}
+    facts = tier.statistics.facts()
     return {"memory": facts} if facts else {}
 
 

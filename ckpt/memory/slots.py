@@ -11,11 +11,10 @@ from typing import Any, ClassVar
 from ckpt.errors import FullError, LockedError
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.memory.slot_storage import remove_files
-from ckpt.ranks.consensus import Result, decide_together
-from ckpt.ranks.group import SingleProcess
+from ckpt.ranks.consensus import Result, SingleProcess, decide_together
 from ckpt.root import catalog, deletion
-from ckpt.root.commit import Attempt, WrittenFile
-from ckpt.save.captured_state import CapturedState
+from ckpt.root.write_link_commit import Attempt, WrittenFile
+from ckpt.save.capture import CapturedState
 from ckpt.save.root_writer import RootWriter
 from ckpt.save.saver import Saver
 from ckpt.save.transaction import SaveRequest, SaveTransaction

@@ -16,8 +16,7 @@ from ckpt.memory.root_token import remove_token
 from ckpt.memory.slot_storage import slot_storage
 from ckpt.memory.slots import SlotSaver, SlotWriter
 from ckpt.memory.statistics import Statistics
-from ckpt.ranks.consensus import Result, decide_together
-from ckpt.ranks.group import MAIN, Ranks
+from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together
 from ckpt.ranks.hosts import Hosts
 from ckpt.root.catalog import manifests_of_run
 from ckpt.save.capture import ComparisonHistory

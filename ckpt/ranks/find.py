@@ -11,8 +11,8 @@ from ckpt.compat.torch import default_store
 from ckpt.errors import ConfigError, RanksError, UnsupportedError
 from ckpt.formats.layout import Members
 from ckpt.formats.native.manifest import digest
-from ckpt.ranks.group import Ranks, SingleProcess
-from ckpt.ranks.store import TimedStore
+from ckpt.ranks.consensus import Ranks, SingleProcess
+from ckpt.ranks.store_and_heartbeats import TimedStore
 from ckpt.ranks.store_group import StoreGroup, built_here
 
 _SIZES = {  # how many processes were started together, and by what

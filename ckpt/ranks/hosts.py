@@ -13,10 +13,9 @@ import torch.distributed as dist
 
 from ckpt.errors import AbsentError, RanksError
 from ckpt.formats.native.manifest import Host
-from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
+from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together, run_on_all_ranks
 from ckpt.ranks.find import OWN_ROOTS, meeting_name
-from ckpt.ranks.group import MAIN, Ranks
-from ckpt.ranks.store import format_ranks, ranks_by_value
+from ckpt.ranks.store_and_heartbeats import format_ranks, ranks_by_value
 from ckpt.ranks.store_group import built_here
 from ckpt.storage import Storage
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from ckpt.errors import RanksError
 from ckpt.formats.layout import Members
-from ckpt.ranks.group import MAIN, Ranks
-from ckpt.ranks.store import Heartbeat, LivenessWatch, TimedStore, format_ranks, ranks_by_value
+from ckpt.ranks.consensus import MAIN, Ranks
+from ckpt.ranks.store_and_heartbeats import Heartbeat, LivenessWatch, TimedStore, format_ranks, ranks_by_value
 from ckpt.shown import few
 
 _LONGEST_LINGER = 30.0  # seconds

@@ -16,18 +16,24 @@ from typing import TypeVar
 from ckpt.errors import ConflictError, FullError, LockedError, StorageError, VersionError
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
 from ckpt.formats.registry import ACCELERATE, claims, is_checkpoint
-from ckpt.root.catalog import Checkpoint, History, Overview, Summary, by_folder, find, scan
-from ckpt.root.lock import lock_root
-from ckpt.root.manifest_files import (
+from ckpt.root.catalog import (
     MARKER,
+    Checkpoint,
+    History,
+    Overview,
+    Summary,
     are_alike,
+    by_folder,
+    find,
     mark_removal,
     marked_names,
     marker_and_version,
     mend,
     read_marker,
+    scan,
     was_committed,
 )
+from ckpt.root.lock import lock_root
 from ckpt.root.retention import Keep
 from ckpt.storage import Entry, LocalStorage, Staging, Storage
 from ckpt.storage.retry import within

@@ -21,12 +21,11 @@ from weakref import WeakSet
 from ckpt.errors import CheckpointError, ConflictError, LockedError, StorageError, TransientError
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.root import deletion
-from ckpt.root.catalog import History, Index, Overview, Summary, find
-from ckpt.root.commit import Attempt
+from ckpt.root.catalog import DAY, History, Index, Overview, Summary, find, rank_of
 from ckpt.root.lock import lock_root
-from ckpt.root.manifest_files import DAY, rank_of
 from ckpt.root.retention import Keep
 from ckpt.root.verify import VerifiedFile, size_problems
+from ckpt.root.write_link_commit import Attempt
 from ckpt.storage import Storage
 from ckpt.storage.base import Interruptible, LostError
 from ckpt.util.console import PROGRESS_MIN_BYTES, format_size, progress_bar, say

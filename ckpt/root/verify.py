@@ -29,8 +29,16 @@ from ckpt.errors import (
 from ckpt.formats.native.header import SUFFIX, Header
 from ckpt.formats.native.manifest import FILE_NAME, BlockHasher, FileRecord, Host, Manifest, digest, sha256
 from ckpt.root import catalog
-from ckpt.root.catalog import Checkpoint, Overview
-from ckpt.root.manifest_files import COPY_IS_USED, copy_problems, manifest_bytes, mend, rank_of, read_marker
+from ckpt.root.catalog import (
+    COPY_IS_USED,
+    Checkpoint,
+    Overview,
+    copy_problems,
+    manifest_bytes,
+    mend,
+    rank_of,
+    read_marker,
+)
 from ckpt.root.signing import BELIEVES_ALL, KeySource, Trust, open_trust
 from ckpt.storage import Staging, Storage
 from ckpt.util.console import format_size, one_line, progress_bar

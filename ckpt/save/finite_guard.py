@@ -3,14 +3,51 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+from torch import nn
+
 from ckpt.errors import StateError
-from ckpt.ranks.consensus import Result, decide_together
-from ckpt.ranks.group import MAIN, Ranks
-from ckpt.ranks.store import format_ranks
-from ckpt.state.finite import non_finite
+from ckpt.formats.sharded_tensors import is_sharded, local_tensor
+from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together
+from ckpt.ranks.store_and_heartbeats import format_ranks
 from ckpt.state.registry import StateRegistry
+
+_KINDS = {
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+}  # fmt: skip
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def non_finite(models: Mapping[str, nn.Module]) -> list[str]:
+    """The parameters of these models that are not finite; of sharded ones this rank's shards are looked at.
+
+    One reduction for all of a kind, the largest absolute value of each, and one transfer for each device.
+    """
+    found = [(f"{key}: {name}", value) for key, model in models.items() for name, value in _values(model)]
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for _, value in found:
+        groups.setdefault((value.device, value.dtype), []).append(value)
+    bad: dict[torch.device, list[torch.Tensor]] = {}
+    with torch.no_grad():
+        for (device, _), values in groups.items():
+            largest = nn.utils.get_total_norm(values, math.inf)
+            bad.setdefault(device, []).append(~largest.isfinite())
+        if not any(bool(torch.stack(flags).any()) for flags in bad.values()):
+            return []
+        return [name for name, value in found if not bool(value.isfinite().all())]
+
+
+def _values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in model.named_parameters():
+        value: Any = getattr(parameter, "ds_tensor", parameter)  # ZeRO 3: this rank's partition
+        value = (local_tensor(value) if is_sharded(value) else value).detach()
+        if type(value) in _PLAIN and value.dtype in _KINDS and value.numel() and not value.is_meta:
+            yield name, value
+
 
 _log = logging.getLogger("ckpt")
 _NAMED = 3
@@ -18,17 +55,15 @@ ON_NAN = ("warn", "raise", "skip")
 
 
 class FiniteGuard:
-    """What is done when parameters are not finite (`on_nan`): None looks at nothing."""
+    """What is done when parameters are not finite (`on_nan`)."""
 
-    def __init__(self, ranks: Ranks, registry: StateRegistry, on_nan: str | None) -> None:
+    def __init__(self, ranks: Ranks, registry: StateRegistry, on_nan: str) -> None:
         self._ranks = ranks
         self._registry = registry
         self._on_nan = on_nan
 
     def passes(self, name: str) -> bool:
         """Whether to save under this name; the same on every rank. Raises where that was asked for."""
-        if self._on_nan is None:
-            return True
         mine = Result.capture(lambda: non_finite(self._registry.models))
         found = decide_together(self._ranks, f"save_state({name!r}) (finite)", mine.then(_shortened), _listed)
         if not found:

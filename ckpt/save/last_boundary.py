@@ -16,8 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ckpt.compat.torch import VERSION, version_of
 from ckpt.errors import CkptError
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor
-from ckpt.ranks.group import MAIN, Ranks
-from ckpt.ranks.store import format_ranks
+from ckpt.ranks.consensus import MAIN, Ranks
+from ckpt.ranks.store_and_heartbeats import format_ranks
 from ckpt.save.capture import LivePart, LiveState
 from ckpt.save.saver import Saver
 from ckpt.save.transaction import SaveRequest

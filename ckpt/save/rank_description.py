@@ -18,8 +18,8 @@ from ckpt.formats.native.manifest import digest as digest_of
 from ckpt.formats.native.shard_table import ShardedState
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor, own_layout
 from ckpt.formats.tensors import FilePlan, PartState
-from ckpt.root.manifest_files import part_of
-from ckpt.save.captured_state import CapturedState
+from ckpt.root.catalog import part_of
+from ckpt.save.capture import CapturedState
 from ckpt.save.checksums import checksum, checksums
 
 TIED = "tied"  # in place of a checksum: the bytes are another tensor's

@@ -21,8 +21,8 @@ from ckpt.errors import RanksError
 from ckpt.formats.layout import Layout, layout_from_json
 from ckpt.formats.native import tensor_file
 from ckpt.formats.native.shard_table import EVERY, ShardSpec, ShardTable, balanced, disagreements
-from ckpt.ranks.group import MAIN
-from ckpt.ranks.store import format_ranks
+from ckpt.ranks.consensus import MAIN
+from ckpt.ranks.store_and_heartbeats import format_ranks
 from ckpt.save.checksums import differ
 from ckpt.save.rank_description import TIED
 from ckpt.shown import Lines

@@ -22,8 +22,8 @@ from ckpt.errors import AbsentError, CkptError, DamagedError, NotDurableError, S
 from ckpt.formats.native.manifest import BLOCK_SIZE, FILE_NAME, BlockHasher, FileRecord, Manifest
 from ckpt.formats.tensors import FilePlan
 from ckpt.root.catalog import find, scan
-from ckpt.root.commit import EarlierFile
 from ckpt.root.verify import WINDOW, VerifiedFile, lock_patiently
+from ckpt.root.write_link_commit import EarlierFile
 from ckpt.save.root_writer import RootWriter
 from ckpt.storage.base import PageCached
 from ckpt.util.console import format_size

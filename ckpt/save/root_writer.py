@@ -16,18 +16,17 @@ import torch
 
 from ckpt.errors import CheckpointError, ConfigError, ConflictError, NotDurableError, StorageError, VersionError
 from ckpt.formats.native.manifest import FILE_NAME, LARGEST_SEQUENCE, FileRecord, Manifest
-from ckpt.ranks.consensus import run_on_all_ranks
-from ckpt.ranks.group import MAIN, Ranks
+from ckpt.ranks.consensus import MAIN, Ranks, run_on_all_ranks
 from ckpt.ranks.hosts import Hosts
 from ckpt.root import deletion
 from ckpt.root.catalog import History, Index, Overview, Summary, find
-from ckpt.root.commit import Attempt, EarlierFile, UnsureCommits, WrittenFile
 from ckpt.root.folder import ROOT_ITSELF, is_foreign
 from ckpt.root.lock import lock_root
 from ckpt.root.mirror import MirrorWorker
 from ckpt.root.open import parent_instead
 from ckpt.root.retention import Keep
 from ckpt.root.signing import Seal
+from ckpt.root.write_link_commit import Attempt, EarlierFile, UnsureCommits, WrittenFile
 from ckpt.shown import shown
 from ckpt.storage import Staging, Storage
 from ckpt.storage.base import LostError
@@ -46,6 +45,7 @@ class HeldRoot:
     committed: list[Summary]
     lost: Mapping[str, CheckpointError]  # by name: committed, with no manifest that this ckpt can read
     index: Index
+    is_empty: bool = False  # nothing but files of ckpt's own was there when it was locked
     newest: Manifest | None = None  # that this run has committed
     staged: dict[str, Manifest] = field(default_factory=dict)  # by name: to read one would publish what waits for it
     replaced: bool = False  # whether the newest took the place of another, which the history must have
@@ -110,7 +110,7 @@ class RootLock:
         self._lock = ExitStack()
         self._is_early = False  # locked before a load, and not taken yet
         self._listed: Overview | None = None  # what that load has listed: nobody else changes it
-        self._on_taken: list[Callable[[], None]] = []
+        self._on_taken: list[tuple[str, Callable[[], None]]] = []  # with the file that must be there
         self._guard = threading.Lock()
 
     @property
@@ -118,8 +118,9 @@ class RootLock:
         """The checkpoints in the root, newest first; none unless it is locked."""
         return self.held.committed if self.held is not None else []
 
-    def call_when_taken(self, do: Callable[[], None]) -> None:
-        self._on_taken.append(do)
+    def call_when_taken(self, do: Callable[[], None], if_there: str = "") -> None:
+        """Call this whenever the root is locked; with `if_there`, only if the root has that file then."""
+        self._on_taken.append((if_there, do))
 
     def take(self) -> None:
         """Lock the root and its mirror, and remove what crashed saves left. Refused if another run holds either."""
@@ -135,10 +136,12 @@ class RootLock:
                 found.index.update(self._storage, {summary.name for summary in found.committed})
                 if self._mirror is not None:
                     self._mirror.start([known for known in found.committed if known.name not in self._damaged])
-                for do in self._on_taken:
-                    do()
+                for file, do in self._on_taken:
+                    if not file or file in found.files:
+                        do()
                 self._lock = lock.pop_all()
-            self.held = HeldRoot(self._storage, found.committed, found.lost, found.index)
+            is_empty = all(name.startswith(".") for name in found.files)
+            self.held = HeldRoot(self._storage, found.committed, found.lost, found.index, is_empty=is_empty)
 
     def take_early(self) -> None:
         """Raise where another run holds the root. A remote one stays locked, so that what a load lists there need not
@@ -238,14 +241,15 @@ def _short(why: str) -> str:
 # What a save must not overtake, overwrite or mix with. Checked in the held root before anything is written.
 
 
-def refuse_foreign(storage: Storage, name: str, *, has_checkpoints: bool) -> None:
-    """Nothing is saved into a folder that Accelerate wrote, be it the root or the checkpoint's own."""
-    if not has_checkpoints and is_foreign(storage, ROOT_ITSELF):
+def refuse_foreign(storage: Storage, name: str, held: HeldRoot | None, present: Collection[str]) -> None:
+    """Nothing is saved into a folder that Accelerate wrote, be it the root or the checkpoint's own, in which there are
+    these files."""
+    if held is not None and not held.is_empty and not held.committed and is_foreign(storage, ROOT_ITSELF):
         raise ConfigError(
             f"{storage.url} was written by Accelerate, and is kept as it is: nothing is saved into it. "
             f"{parent_instead(storage.url)}"
         )
-    if is_foreign(storage, name):
+    if present and is_foreign(storage, name):
         raise ConfigError(
             f"{storage.url}/{name} was written by Accelerate, and is kept as it is. Save under another name."
         )
@@ -524,9 +528,10 @@ class RootWriter:
         `elsewhere`: files of that checkpoint in the roots of other hosts. `number`: what was reserved for it."""
 
         def begin() -> Attempt:
-            self._refuse_unsafe(name)
-            present = {*self.files_of(name), *elsewhere}
-            taken = tuple(path for path in paths if path in present or not self._is_free_in_mirror(name))
+            present = self.files_of(name)
+            self._refuse_unsafe(name, present)
+            occupied = {*present, *elsewhere}
+            taken = tuple(path for path in paths if path in occupied or not self._is_free_in_mirror(name))
             return self._begin(Attempt(name, occupied_paths=taken, sha256=self.seal.sha256), paths)
 
         begun = self._in_held_root(begin)
@@ -536,7 +541,7 @@ class RootWriter:
         """Begin, in another host's root, the attempt that the main rank has begun: its files are named alike."""
 
         def begin() -> Attempt:
-            self._refuse_unsafe(attempt.name)
+            self._refuse_unsafe(attempt.name, self.files_of(attempt.name))
             return self._begin(attempt, paths)
 
         return self._in_held_root(begin)
@@ -545,7 +550,7 @@ class RootWriter:
         """The paths of all files in the folder of a checkpoint."""
         return files_of(self.storage, name)
 
-    def _refuse_unsafe(self, name: str) -> None:
+    def _refuse_unsafe(self, name: str, present: Collection[str]) -> None:
         """Raise if a save under that name would overtake, overwrite or mix with what this run does not know."""
         for manifest in self._unsure.settle(self.storage):
             self._record(manifest)
@@ -553,7 +558,7 @@ class RootWriter:
         if isinstance(newer := lost.get(name), VersionError):
             raise newer
         self.lineage.require_resumed(self.storage.url, self._newest, lost)
-        refuse_foreign(self.storage, name, has_checkpoints=bool(self.lock.committed))
+        refuse_foreign(self.storage, name, self.held, present)
 
     def _begin(self, attempt: Attempt, paths: list[str]) -> Attempt:
         older = self.committed_as(attempt.name)
@@ -645,10 +650,10 @@ class ElsewhereWriter(RootWriter):
 
     storage: OneFolder
 
-    def _refuse_unsafe(self, name: str) -> None:
+    def _refuse_unsafe(self, name: str, present: Collection[str]) -> None:
         """A fresh start replaces nothing but what this run has saved there itself."""
         self.lineage.has_resumed |= self._newest is not None and self._newest.run == self.lineage.run
-        super()._refuse_unsafe(name)
+        super()._refuse_unsafe(name, present)
 
     def _begin(self, attempt: Attempt, paths: list[str]) -> Attempt:
         older = self.committed_as(attempt.name)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 
 from ckpt.errors import NotDurableError
-from ckpt.ranks.consensus import Result, decide_together
-from ckpt.ranks.group import MAIN
-from ckpt.root.commit import SaveReport, SaveReports
+from ckpt.formats.native.manifest import Manifest
+from ckpt.ranks.consensus import MAIN, Result, decide_together
 from ckpt.save.capture import ComparisonHistory
 from ckpt.save.read_back import CommittedFiles, ReadBack
 from ckpt.save.root_writer import RootWriter
@@ -21,6 +23,86 @@ from ckpt.save.snapshot.snapshots import Snapshot, Snapshots
 from ckpt.save.transaction import SaveRequest, SaveTransaction
 from ckpt.storage import Staging
 from ckpt.util.threads import OwnerProcess, SerialWorker, gc_paused
+
+_log = logging.getLogger("ckpt")
+_PAUSE = 0.01  # seconds
+
+# What is said of a commit to those who asked for it with `on_save`.
+_REMEMBERED = 100  # checkpoints that may still be on their way to the mirror
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """A checkpoint that is committed.
+
+    Attributes:
+        name: Of the checkpoint.
+        url: Where it is.
+        step: At which it was saved.
+        size: Bytes of all its files.
+        linked: Bytes of those that an earlier checkpoint has already, stored once.
+        blocked: Seconds that training waited for it.
+        durable: Seconds from the call until it was committed and durable.
+        mirrored: Whether the mirror has it, None without a mirror; a second report says when it does.
+        metrics: Those of the checkpoint.
+    """
+
+    name: str
+    url: str
+    step: int
+    size: int
+    linked: int
+    blocked: float
+    durable: float
+    mirrored: bool | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, manifest: Manifest, root: str, linked: int, mirrored: bool | None) -> SaveReport:
+        blocked, durable = (manifest.seconds.get(key, 0.0) for key in ("blocked", "total"))
+        return cls(
+            manifest.name, f"{root}/{manifest.name}", manifest.step, manifest.size, linked, blocked, durable,
+            mirrored, dict(manifest.metrics),
+        )  # fmt: skip
+
+
+Callback = Callable[[SaveReport], object]
+
+
+class SaveReports:
+    """Keeps reports, which come from the threads that write and copy, until the thread of training asks for them."""
+
+    def __init__(self) -> None:
+        self.callbacks: list[Callback] = []
+        self._due: deque[SaveReport] = deque()
+        self._sent: dict[str, SaveReport] = {}  # by id, as long as the mirror may still copy them
+        self._lock = threading.Lock()
+
+    def add(self, id: str, report: SaveReport) -> None:
+        """A checkpoint with this id was committed."""
+        if self.callbacks:
+            with self._lock:
+                self._due.append(report)
+                self._sent[id] = report
+                while len(self._sent) > _REMEMBERED:
+                    del self._sent[next(iter(self._sent))]
+
+    def mirrored(self, id: str) -> None:
+        """The mirror has the checkpoint with this id."""
+        with self._lock:
+            if (report := self._sent.pop(id, None)) is not None:
+                self._due.append(replace(report, mirrored=True))
+
+    def deliver(self) -> None:
+        """Call every callback with every report. What one raises is logged: the checkpoint is saved all the same."""
+        while self._due:
+            report = self._due.popleft()
+            for callback in self.callbacks:
+                try:
+                    callback(report)
+                except Exception as error:
+                    _log.warning("on_save: %s failed at %s: %s: %s", callback, report.name, type(error).__name__, error)
+
 
 # Saves in the background: one is being written, and at most one waits for its turn.
 
@@ -115,10 +197,6 @@ class SaveQueue:
             return save
 
 
-_log = logging.getLogger("ckpt")
-_PAUSE = 0.01  # seconds
-
-
 class Saver:
     """Saves into one root, for one manager: captures on the caller's thread, writes there or on the save thread.
 
@@ -168,6 +246,10 @@ class Saver:
         if not self.has_prefaulted and not self.busy:
             self.has_prefaulted = True
             self.snapshots.prefault(tensors(), for_devices_only=for_devices_only)
+
+    def reading(self) -> AbstractContextManager[None]:
+        """A context in which memory is not prefaulted, so that a load has the machine for itself."""
+        return self.snapshots.paused() if self.has_prefaulted else nullcontext()
 
     def save(self, request: SaveRequest, *, wait: bool, replace: bool = False, root: RootWriter | None = None) -> None:
         """Capture, write and commit on all ranks, or raise on all. Without `wait`, only the capture is waited for.

@@ -17,14 +17,12 @@ from ckpt.errors import FullError, RanksError, StorageError
 from ckpt.formats.native.documents import rank_document
 from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.formats.tensors import FilePlan
-from ckpt.ranks.consensus import Other, Result, Value, decide_together, first_of_each
-from ckpt.ranks.group import MAIN, Ranks
-from ckpt.ranks.store import format_ranks
+from ckpt.ranks.consensus import MAIN, Other, Ranks, Result, Value, decide_together, first_of_each
+from ckpt.ranks.store_and_heartbeats import format_ranks
 from ckpt.root import deletion
 from ckpt.root.catalog import Summary
-from ckpt.root.commit import Attempt, WrittenFile
-from ckpt.save.capture import ComparisonHistory, LiveState
-from ckpt.save.captured_state import CapturedState, with_diverged_state
+from ckpt.root.write_link_commit import Attempt, WrittenFile
+from ckpt.save.capture import CapturedState, ComparisonHistory, LiveState, with_diverged_state
 from ckpt.save.rank_description import RankDescription, SplitDetails, join_details, outlines_match
 from ckpt.save.rank_differences import Verdict, judge, refuse_to_mix
 from ckpt.save.root_writer import HeldRoot, RootWriter

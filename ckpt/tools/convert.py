@@ -44,10 +44,9 @@ from ckpt.formats.registry import ACCELERATE, CKPT, DCP, HF, LIGHTNING, MEGATRON
 from ckpt.formats.tensors import FilePlan
 from ckpt.load.accelerate import ForeignPart, kind_of
 from ckpt.memory.root_token import remove_token
-from ckpt.ranks.group import SingleProcess
+from ckpt.ranks.consensus import SingleProcess
 from ckpt.root import deletion
-from ckpt.root.catalog import check_name, find
-from ckpt.root.manifest_files import whole_file
+from ckpt.root.catalog import check_name, find, whole_file
 from ckpt.root.signing import KeySource, Seal, find_signing_key
 from ckpt.save.root_writer import RootWriter
 from ckpt.shown import Lines

@@ -21,8 +21,8 @@ from ckpt.formats.pieces import SLAB, PiecedTensor
 from ckpt.formats.registry import CKPT, ROOT
 from ckpt.formats.tensors import host_bytes
 from ckpt.root import catalog
+from ckpt.root.catalog import part_of
 from ckpt.root.folder import Place
-from ckpt.root.manifest_files import part_of
 from ckpt.root.verify import VerifiedFile
 from ckpt.storage import Storage
 from ckpt.util.console import progress_bar

@@ -40,9 +40,8 @@ from ckpt.formats.registry import (
 )
 from ckpt.load.accelerate import CUSTOM, UNKNOWN_PROGRESS, AccelerateState, ForeignPart, encoded_part, kind_of
 from ckpt.load.reader import CheckpointReader, check_rank_state
-from ckpt.root.catalog import locate, read_manifest
+from ckpt.root.catalog import locate, own_key, read_manifest
 from ckpt.root.folder import Folder, Place
-from ckpt.root.manifest_files import own_key
 from ckpt.root.verify import size_problems
 from ckpt.state.objects import KINDS, is_part_name
 from ckpt.state.optimizer import by_name, by_number, nameless

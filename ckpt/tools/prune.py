@@ -14,9 +14,8 @@ from typing import Any
 from ckpt.errors import CheckpointError, ConfigError, LockedError, MetricError, MissingError
 from ckpt.root import catalog, deletion
 from ckpt.root import verify as verifying
-from ckpt.root.catalog import History, Overview, Summary
+from ckpt.root.catalog import History, Overview, SaveMarker, Summary, marked_names, read_marker
 from ckpt.root.lock import lock_root
-from ckpt.root.manifest_files import SaveMarker, marked_names, read_marker
 from ckpt.root.retention import Keep
 from ckpt.root.verify import size_problems, without_other_hosts
 from ckpt.storage import Entry, Staging, Storage, Unfinished, open_storage

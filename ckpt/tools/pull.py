@@ -19,9 +19,9 @@ from ckpt.errors import CheckpointError, ConfigError, DamagedError, LockedError,
 from ckpt.export.folders import atomic_folder
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, STATE, Manifest
 from ckpt.root import catalog, deletion
+from ckpt.root.catalog import manifest_bytes, read_marker
 from ckpt.root.folder import Folder, open_url
 from ckpt.root.lock import lock_root
-from ckpt.root.manifest_files import manifest_bytes, read_marker
 from ckpt.root.mirror import Copies
 from ckpt.root.signing import BELIEVES_ALL, KeySource, Trust, open_trust
 from ckpt.root.verify import WINDOW, VerifiedFile, reading, verify_checkpoint

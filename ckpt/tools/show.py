@@ -19,7 +19,7 @@ from ckpt.formats.native.header import SUFFIX, Outline, outlines
 from ckpt.formats.native.manifest import STATE, FileRecord, Manifest
 from ckpt.formats.registry import foreign_hint
 from ckpt.root import catalog
-from ckpt.root.manifest_files import part_of
+from ckpt.root.catalog import part_of
 from ckpt.root.verify import VerifiedFile, files_on_other_hosts, reader_threads, size_problems, without_other_hosts
 from ckpt.storage import Storage
 from ckpt.util.checked_json import Rule, broken_rules, is_count, is_list, is_mapping, is_text, joined, parse_json

@@ -20,7 +20,7 @@ from torch import nn
 
 import ckpt
 from ckpt.cli.main import COMMANDS, main
-from ckpt.root.manifest_files import MARKER
+from ckpt.root.catalog import MARKER
 from ckpt.util.console import format_age
 
 Invoke = Callable[..., Result]

@@ -100,7 +100,7 @@ def test_tests_of_a_mutant_are_narrow_and_wide_ones_in_turn_and_of_every_module_
 
 def test_too_many_survivors_fail_a_run_and_what_is_equivalent_does_not_count(tmp_path: Path) -> None:
     one = drawn_from(tmp_path, SOURCE)[0]
-    vital = replace(one, file="ckpt/root/commit.py")
+    vital = replace(one, file="ckpt/root/write_link_commit.py")
     killed, survived = report.Verdict(one, report.KILLED, "tests/a.py::b"), report.Verdict(one, report.SURVIVED)
     assert report.suffices([killed] * 17 + [survived] * 3)
     assert not report.suffices([killed] * 16 + [survived] * 4)

@@ -13,9 +13,8 @@ from torch import nn
 
 import ckpt
 from ckpt.errors import CkptError, MismatchError
-from ckpt.ranks.consensus import Result, decide_together
-from ckpt.ranks.group import SingleProcess
-from ckpt.ranks.store import format_ranks
+from ckpt.ranks.consensus import Result, SingleProcess, decide_together
+from ckpt.ranks.store_and_heartbeats import format_ranks
 from tests.helpers.processes import run_alone, run_ranks
 
 MOST = 10  # lines

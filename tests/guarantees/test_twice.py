@@ -14,9 +14,9 @@ from torch import nn
 
 import ckpt
 from ckpt.formats.native.manifest import BlockHasher, FileRecord, Manifest
-from ckpt.ranks import preemption
-from ckpt.ranks.preemption import Preemption
-from ckpt.root.manifest_files import mark_save, read_marker
+from ckpt.ranks import schedule_and_signals
+from ckpt.ranks.schedule_and_signals import Preemption
+from ckpt.root.catalog import mark_save, read_marker
 from ckpt.root.mirror import Copies
 from ckpt.save.transaction import merge_reports
 from ckpt.storage import MemoryStorage, Storage, open_storage
@@ -89,9 +89,9 @@ def test_a_step_that_a_rank_has_passed_is_no_step_to_stop_at(ahead: int) -> None
 
 
 def test_a_common_step_is_found_in_every_round_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preemption, "_POLL", 0.0)
+    monkeypatch.setattr(schedule_and_signals, "_POLL", 0.0)
     told: dict[str, Any] = {}
-    ranks = [preemption.CommonStep(_Rank(rank, told), "save") for rank in range(2)]  # type: ignore[arg-type]
+    ranks = [schedule_and_signals.CommonStep(_Rank(rank, told), "save") for rank in range(2)]  # type: ignore[arg-type]
     draw, steps, found = random.Random(1), [0, 0], ([], [])  # type: tuple[random.Random, list[int], tuple[list[int], ...]]
     for _ in range(20_000):
         rounds = [len(each) for each in found]
@@ -109,7 +109,7 @@ def test_a_common_step_is_found_in_every_round_whoever_asks(monkeypatch: pytest.
 
 def test_as_far_ahead_as_was_needed_once_is_proposed_at_once_in_the_next_round() -> None:
     told: dict[str, Any] = {}
-    main, ahead = (preemption.CommonStep(_Rank(rank, told), "save") for rank in range(2))  # type: ignore[arg-type]
+    main, ahead = (schedule_and_signals.CommonStep(_Rank(rank, told), "save") for rank in range(2))  # type: ignore[arg-type]
     step, found = 0, []
     for _ in range(2):
         main.asked = ahead.asked = True
@@ -124,7 +124,7 @@ def test_as_far_ahead_as_was_needed_once_is_proposed_at_once_in_the_next_round()
 
 def _agree_twice(rank: int, folder: str) -> None:
     """Two managers after each other, each with two rounds of all that its ranks agree on; then each is told to stop."""
-    preemption._POLL = 0.0
+    schedule_and_signals._POLL = 0.0
     for number in range(2):
         model, options = nn.Linear(2, 2), ckpt.RankOptions(timeout=60)
         keep = ckpt.Keep(last=1, best=1, metric="loss")

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.formats.tensors import FilePlan
 from ckpt.root.catalog import find
-from ckpt.root.commit import Attempt, WrittenFile
 from ckpt.root.verify import problems
+from ckpt.root.write_link_commit import Attempt, WrittenFile
 from ckpt.storage import ANY, Buffer, Entry, Storage, Unfinished
 from tests.helpers.places import PassedOn
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import ckpt
 from ckpt.integrations.accelerate import attach
-from ckpt.root.commit import Attempt
+from ckpt.root.write_link_commit import Attempt
 from tests.helpers.accelerated import Numbers, build, new_accelerator, reseed, train_on
 from tests.helpers.processes import run_ranks
 

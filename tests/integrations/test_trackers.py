@@ -13,7 +13,7 @@ from torch import nn
 
 import ckpt
 from ckpt.integrations import trackers
-from ckpt.root.commit import SaveReport
+from ckpt.save.saver import SaveReport
 from tests.helpers.processes import run_ranks
 
 

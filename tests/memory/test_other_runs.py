@@ -20,7 +20,7 @@ from ckpt.errors import ConfigError
 from ckpt.memory import place as place_module
 from ckpt.memory.place import MemoryPlace
 from ckpt.memory.slots import SlotWriter
-from ckpt.root.commit import Attempt
+from ckpt.root.write_link_commit import Attempt
 from tests.helpers.processes import Script
 from tests.memory.test_resume import DiedError, Training, memory, snapshots, straight
 

@@ -24,10 +24,10 @@ from ckpt.memory.rescue import GivesWayError, LateError, RefusedError, Rescue, r
 from ckpt.memory.root_token import TOKEN, write_token
 from ckpt.memory.slot_storage import slot_storage
 from ckpt.root.catalog import find, read_manifest, scan
-from ckpt.root.commit import Attempt
 from ckpt.root.lock import lock_root
 from ckpt.root.signing import find_signing_key, new_key
 from ckpt.root.verify import problems, verify
+from ckpt.root.write_link_commit import Attempt
 from ckpt.storage import ANY, Buffer, HubStorage, LocalStorage, MemoryStorage, Storage, open_storage
 from tests.helpers import byte_checkpoints
 from tests.helpers.byte_checkpoints import cut_off_at_every_call, keys, save, tensor_file

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.root import commit
+from ckpt.root import write_link_commit
 from ckpt.save.snapshot import fetch, tensor_copies
 from ckpt.storage.base import StablePieces
 from ckpt.storage.local import volatile
@@ -38,7 +38,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     simulated = simulate(monkeypatch)
     monkeypatch.setattr(fetch, "TRANSFER", 100_000)
     monkeypatch.setattr(tensor_copies, "BLOCK", 1 << 20)
-    monkeypatch.setattr(commit, "_WORTH_THREADS", LARGE)
+    monkeypatch.setattr(write_link_commit, "_WORTH_THREADS", LARGE)
     return simulated
 
 

@@ -73,10 +73,10 @@ def test_a_time_in_yaml_is_a_time(tmp_path: Path) -> None:
 
 def _by_the_clock(rank: int, root: str) -> None:
     """Rank 1's clock is never asked: it would save at every step."""
-    ckpt.ranks.preemption._POLL = 0.0
+    ckpt.ranks.schedule_and_signals._POLL = 0.0
     if rank == 1:
         real = time.monotonic
-        ckpt.ranks.save_schedule.time = type("Fast", (), {"monotonic": staticmethod(lambda: 1000 * real())})  # type: ignore[attr-defined, assignment]
+        ckpt.ranks.schedule_and_signals.time = type("Fast", (), {"monotonic": staticmethod(lambda: 1000 * real())})  # type: ignore[attr-defined, assignment]
     model = DistributedDataParallel(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ckpt.StateManager(root, model=model, optimizer=optimizer, save_every="0.2s") as manager:
@@ -98,7 +98,7 @@ def test_all_ranks_save_after_the_same_step_by_the_clock_of_the_main_one(tmp_pat
 
 def _asked_by_each_in_turn(rank: int, folder: str) -> None:
     """Four rounds on two ranks; one of them asks each time. A barrier stands for what training exchanges."""
-    ckpt.ranks.preemption._POLL = 0.0
+    ckpt.ranks.schedule_and_signals._POLL = 0.0
     model, seen = nn.Linear(2, 2), list[int]()
     options = ckpt.RankOptions(save_on_sigusr1=True, timeout=60)
     with ckpt.StateManager(f"{folder}/run", model=model, ranks=options, save_every=None) as manager:

@@ -13,11 +13,10 @@ import ckpt
 from ckpt.errors import ConflictError, NotDurableError, StorageError, TransientError
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
 from ckpt.formats.tensors import FilePlan
-from ckpt.root.catalog import find, scan
-from ckpt.root.commit import Attempt
+from ckpt.root.catalog import MARKER, copy_problems, find, read_marker, scan
 from ckpt.root.deletion import sweep
-from ckpt.root.manifest_files import MARKER, copy_problems, read_marker
 from ckpt.root.verify import problems, verify_checkpoint
+from ckpt.root.write_link_commit import Attempt
 from ckpt.storage import ANY, Buffer, Storage
 from tests.helpers.byte_checkpoints import (
     FILES,

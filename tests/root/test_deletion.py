@@ -11,9 +11,8 @@ import ckpt
 from ckpt.errors import FullError
 from ckpt.formats.native import manifest as manifest_format
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
-from ckpt.root.catalog import HISTORY
+from ckpt.root.catalog import DAY, HISTORY, MARKER, mark_save, read_marker
 from ckpt.root.deletion import apply_retention, remove, remove_or_explain, remove_uncommitted, sweep
-from ckpt.root.manifest_files import DAY, MARKER, mark_save, read_marker
 from ckpt.storage import ANY, Buffer, Storage
 from tests.helpers.byte_checkpoints import (
     FILES,

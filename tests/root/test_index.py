@@ -10,8 +10,7 @@ import torch
 import ckpt
 from benchmarks.shared.counted_objects import CountedObjects
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME
-from ckpt.root.catalog import INDEX, UNINDEXED, Overview, Summary
-from ckpt.root.manifest_files import MARKER
+from ckpt.root.catalog import INDEX, MARKER, UNINDEXED, Overview, Summary
 from ckpt.storage.object_storage import ObjectStorage
 from ckpt.storage.s3.connection import Connection
 

@@ -18,8 +18,8 @@ from torch import nn
 
 import ckpt
 from ckpt.cli.main import main
-from ckpt.root import manifest_files
-from ckpt.root.manifest_files import MARKER
+from ckpt.root import catalog
+from ckpt.root.catalog import MARKER
 from ckpt.storage import ANY, Buffer, Storage
 from tests.helpers.places import PassedOn, Place, at, committed, intact
 from tests.helpers.processes import DEADLINE, start_alone
@@ -111,20 +111,20 @@ def test_a_save_begun_in_the_middle_of_a_removal_waits_for_it_and_is_committed(
     root: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     removing = Stopping(root, delete="latest")
-    waits, wait = threading.Event(), manifest_files._wait_for_removal
+    waits, wait = threading.Event(), catalog._wait_for_removal
 
     def noticed(storage: Storage, name: str) -> None:
         waits.set()
         wait(storage, name)
 
-    monkeypatch.setattr(manifest_files, "_wait_for_removal", noticed)
+    monkeypatch.setattr(catalog, "_wait_for_removal", noticed)
     with ckpt.StateManager(root, model=nn.Linear(4, 4)) as manager:
         for name in ("latest", "other"):
             manager.save_state(name, wait=True)
         with beside(removing.gate, lambda: ckpt.prune(removing, keep=ckpt.Keep(last=1), verify=False)) as failed:
             manager.save_state("latest", wait=False)
             assert waits.wait(DEADLINE)
-            mark = manifest_files.read_marker(removing, "latest")
+            mark = catalog.read_marker(removing, "latest")
             assert mark is not None
             assert mark.removing
             assert "latest" not in committed(root)
@@ -135,7 +135,7 @@ def test_a_save_begun_in_the_middle_of_a_removal_waits_for_it_and_is_committed(
 
 
 def test_a_save_does_not_wait_for_ever_for_a_removal(root: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest_files, "_PATIENCE", 0.1)
+    monkeypatch.setattr(catalog, "_PATIENCE", 0.1)
     removing = Stopping(root, delete="latest")
     with ckpt.StateManager(root, model=nn.Linear(4, 4)) as manager:
         for name in ("latest", "other"):

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import ckpt
-from ckpt.root.manifest_files import MARKER
+from ckpt.root.catalog import MARKER
 from ckpt.root.mirror import Copies
 from ckpt.storage import ANY, Buffer, Entry, LocalStorage
 from tests.helpers.places import intact

@@ -10,7 +10,7 @@ from torch import nn
 import ckpt
 from ckpt.formats.native import manifest as manifest_format
 from ckpt.root import deletion
-from ckpt.root.manifest_files import mark_save
+from ckpt.root.catalog import mark_save
 from ckpt.storage import open_storage
 from tests.helpers.places import Place
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.state.finite import non_finite
+from ckpt.save.finite_guard import non_finite
 from tests.helpers.processes import run_ranks
 
 

@@ -26,7 +26,7 @@ from torch import nn
 
 import ckpt
 from ckpt.formats.native.manifest import FileRecord, Manifest
-from ckpt.root.manifest_files import mark_removal
+from ckpt.root.catalog import mark_removal
 from ckpt.save import read_back
 from ckpt.save.read_back import CommittedFiles
 from ckpt.storage import ANY, Buffer, LocalStorage

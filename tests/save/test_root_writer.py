@@ -12,8 +12,7 @@ import pytest
 import ckpt
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.formats.tensors import FilePlan
-from ckpt.ranks.consensus import Result
-from ckpt.ranks.group import SingleProcess
+from ckpt.ranks.consensus import Result, SingleProcess
 from ckpt.ranks.hosts import Hosts
 from ckpt.root.catalog import find
 from ckpt.save.root_writer import RootWriter

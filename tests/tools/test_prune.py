@@ -30,7 +30,7 @@ DAY = 24 * 3600.0
 _SAVE = """
 import os, signal, sys
 from ckpt.root.lock import lock_root
-from ckpt.root.commit import Attempt
+from ckpt.root.write_link_commit import Attempt
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.storage import open_storage
 from contextlib import ExitStack

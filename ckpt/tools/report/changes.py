@@ -19,7 +19,7 @@ from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.root import catalog
-from ckpt.root.manifest_files import part_of
+from ckpt.root.catalog import part_of
 from ckpt.root.verify import DAMAGED, verify_checkpoint
 from ckpt.storage import Storage, open_storage
 from ckpt.tools.diff import Squares, squares_between

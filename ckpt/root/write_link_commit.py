@@ -1,15 +1,10 @@
-"""Writes a checkpoint: every file first, the manifest last. Writing the manifest is the commit.
-
-Each commit is reported to those who asked for it with `on_save`.
-"""
+"""Writes a checkpoint: every file, or a link to the same bytes of an earlier one, then the manifest: the commit."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -30,9 +25,8 @@ from ckpt.formats.native.manifest import (
     sha256,
     xxh3_128,
 )
-from ckpt.root.catalog import find
+from ckpt.root.catalog import delete_copy, find, mark_save, write_copy
 from ckpt.root.deletion import remove_uncommitted
-from ckpt.root.manifest_files import delete_copy, mark_save, write_copy
 from ckpt.root.verify import VerifiedFile
 from ckpt.storage import Buffer, Grouping, StablePieces, Staging, Storage
 from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar
@@ -400,79 +394,3 @@ def _failing_unless_durable() -> Iterator[None]:
         yield
     except NotDurableError as error:
         raise StorageError(str(error)) from error
-
-
-_REMEMBERED = 100  # checkpoints that may still be on their way to the mirror
-
-
-@dataclass(frozen=True)
-class SaveReport:
-    """A checkpoint that is committed.
-
-    Attributes:
-        name: Of the checkpoint.
-        url: Where it is.
-        step: At which it was saved.
-        size: Bytes of all its files.
-        linked: Bytes of those that an earlier checkpoint has already, stored once.
-        blocked: Seconds that training waited for it.
-        durable: Seconds from the call until it was committed and durable.
-        mirrored: Whether the mirror has it, None without a mirror; a second report says when it does.
-        metrics: Those of the checkpoint.
-    """
-
-    name: str
-    url: str
-    step: int
-    size: int
-    linked: int
-    blocked: float
-    durable: float
-    mirrored: bool | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, manifest: Manifest, root: str, linked: int, mirrored: bool | None) -> SaveReport:
-        blocked, durable = (manifest.seconds.get(key, 0.0) for key in ("blocked", "total"))
-        return cls(
-            manifest.name, f"{root}/{manifest.name}", manifest.step, manifest.size, linked, blocked, durable,
-            mirrored, dict(manifest.metrics),
-        )  # fmt: skip
-
-
-Callback = Callable[[SaveReport], object]
-
-
-class SaveReports:
-    """Keeps reports, which come from the threads that write and copy, until the thread of training asks for them."""
-
-    def __init__(self) -> None:
-        self.callbacks: list[Callback] = []
-        self._due: deque[SaveReport] = deque()
-        self._sent: dict[str, SaveReport] = {}  # by id, as long as the mirror may still copy them
-        self._lock = threading.Lock()
-
-    def add(self, id: str, report: SaveReport) -> None:
-        """A checkpoint with this id was committed."""
-        if self.callbacks:
-            with self._lock:
-                self._due.append(report)
-                self._sent[id] = report
-                while len(self._sent) > _REMEMBERED:
-                    del self._sent[next(iter(self._sent))]
-
-    def mirrored(self, id: str) -> None:
-        """The mirror has the checkpoint with this id."""
-        with self._lock:
-            if (report := self._sent.pop(id, None)) is not None:
-                self._due.append(replace(report, mirrored=True))
-
-    def deliver(self) -> None:
-        """Call every callback with every report. What one raises is logged: the checkpoint is saved all the same."""
-        while self._due:
-            report = self._due.popleft()
-            for callback in self.callbacks:
-                try:
-                    callback(report)
-                except Exception as error:
-                    _log.warning("on_save: %s failed at %s: %s: %s", callback, report.name, type(error).__name__, error)
