@@ -16,7 +16,7 @@ import pytest
 from ckpt.memory import place as places
 from ckpt.memory.meeting import Meeting
 from ckpt.memory.place import ALIVE, RUN, SLOTS, MemoryPlace, PlaceError, remove_expired
-from ckpt.ranks.group import SingleProcess
+from ckpt.ranks.consensus import SingleProcess
 from ckpt.storage import MemoryStorage
 from ckpt.util.threads import boot_id
 

@@ -19,7 +19,7 @@ from ckpt.formats.native.shard_table import ShardedTensors, ShardTable
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor
 from ckpt.formats.tensors import Shard
 from ckpt.load.reader import OwnTensors
-from ckpt.save.captured_state import ReplicaTensors
+from ckpt.save.capture import ReplicaTensors
 from ckpt.save.checksums import SHARES, differ, fingerprints, weighted_sums
 from tests.helpers.places import Place
 from tests.helpers.processes import run_alone, run_ranks
