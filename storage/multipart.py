@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterable, Iterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 from ckpt.storage.base import Buffer, StablePieces
 
 PART_SIZE = 16 << 20  # bytes
 _MOST_PARTS = 10_000  # of one object, by the rules of S3
 _GROWS_AFTER = 1_000  # parts of a stream of unknown length, so that it ends before `_MOST_PARTS`
+_SWALLOWED = 1 << 20  # bytes: so much is sent into the buffers of a network on which nobody listens
 _CHUNK = 256 << 10  # bytes that are handed to the socket at once; parts for GCS must be multiples of it
-
-
-class ByteCounter(Protocol):
-    """Counts the bytes of a request that were sent, by which a stalled one is known."""
-
-    count: int
-
-
-class Uncounted:
-    """For requests whose stalls are noticed by a timeout of the socket."""
-
-    count = 0
 
 
 def split_into_parts(pieces: Iterable[Buffer], size: int = PART_SIZE) -> Iterator[list[memoryview]]:
@@ -79,16 +67,20 @@ def scatter(chunk: bytes, views: list[memoryview]) -> list[memoryview]:
 
 
 class Body:
-    """Views as the body of a request, sent in small chunks without a copy.
+    """Views as the body of a request, sent in small chunks without a copy, and again if the request is.
 
-    A file for botocore, which signs it, and an asynchronous iterator for aiohttp, which sends it.
+    A file for clients that block, and for botocore, which signs it; an asynchronous iterator for aiohttp, which sends
+    it. `on_more` is called when more has been sent than by any try before: what is sent again is no progress, and the
+    first bytes are none either.
     """
 
-    def __init__(self, views: list[memoryview], moved: ByteCounter) -> None:
-        self._views = views
-        self._moved = moved
+    def __init__(self, views: list[memoryview], on_more: Callable[[], None] = lambda: None) -> None:
+        self.views = views
+        self.sent = 0  # bytes of all tries: a stalled one is known by it
+        self._on_more = on_more
         self._size = sum(map(len, views))
         self._at = 0
+        self._most = _SWALLOWED
 
     def __len__(self) -> int:
         return self._size
@@ -105,17 +97,21 @@ class Body:
         stop = self._size if size is None or size < 0 else min(self._size, self._at + size)
         found = b"".join(self._between(self._at, stop))
         self._at += len(found)
-        self._moved.count += len(found)
+        self.sent += len(found)  # no progress: botocore reads it to sign it
         return found
 
     async def __aiter__(self) -> AsyncIterator[memoryview]:
-        for start in range(self._at, self._size, _CHUNK):
+        at = self._at
+        for start in range(at, self._size, _CHUNK):
             for view in self._between(start, min(self._size, start + _CHUNK)):
                 yield view
-                self._moved.count += len(view)
+                at, self.sent = at + len(view), self.sent + len(view)
+                if at > self._most:
+                    self._most = at
+                    self._on_more()
 
     def _between(self, start: int, stop: int) -> Iterator[memoryview]:
-        for view in self._views:
+        for view in self.views:
             if start < len(view) and stop > 0:
                 yield view[max(0, start) : stop]
             start, stop = start - len(view), stop - len(view)

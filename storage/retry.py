@@ -1,12 +1,13 @@
 """Retries of failed requests: exponential backoff with jitter until a deadline.
 
-A backend decides which of its failures may pass, makes the request again, and asks `Retries` when. That holds for
-requests of S3 and of the Hub, and for commits that others forestall. `Requests` does all of it for clients that block.
+`Requests` makes every request to a server: of object stores, of filesystems of fsspec, of the Hub. A client says by its
+errors which failures may pass. `Retries` says when to try again, for commits that others forestall too.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import random
 import threading
@@ -21,13 +22,26 @@ from ckpt.errors import ConfigError, TransientError
 from ckpt.util.option_values import is_seconds, said
 
 _T = TypeVar("_T")
+AT_ONCE = 8  # requests that move large pieces
+SMALL_AT_ONCE = 32  # whole small objects, and questions
 FIRST_CONTACT = 10.0  # seconds: a server that was never reached is more likely misspelt than restarting
+_log = logging.getLogger("ckpt")
 _random = random.SystemRandom()  # the global generator belongs to the training
 _end: ContextVar[float] = ContextVar("ckpt-requests-end", default=math.inf)  # by the monotonic clock
 
 
 class UnreachedError(TransientError):
     """No server has answered, so that the address may be wrong."""
+
+
+class FinalError(TransientError):
+    """To make the same request again would not help, though a later one may succeed."""
+
+
+class BusyError(TransientError):
+    """The server has asked for a pause of so many seconds before the next try."""
+
+    asked: float | None = None
 
 
 @contextmanager
@@ -109,24 +123,75 @@ class Retries:
 
 
 class Requests:
-    """Requests to one server, each made again while it fails with a `TransientError`, until its deadline."""
+    """Requests to the server of `where`, each made again while it fails with a `TransientError`, until its deadline.
 
-    def __init__(self, policy: RetryPolicy) -> None:
-        self._policy = policy
+    Of those that move large pieces, `at_once` are under way at the most.
+    """
+
+    def __init__(self, policy: RetryPolicy, where: str = "", at_once: int = AT_ONCE) -> None:
+        self.policy = policy
+        self.at_once = at_once
+        self.progress = 0  # see `Interruptible`
+        self._where = where
         self._reached = False
+        self._large = threading.Semaphore(at_once)
+        self._small = threading.Semaphore(max(at_once, SMALL_AT_ONCE))
+        self._under_way: set[threading.Event] = set()  # what stops each
+        self._given_up = 0  # contexts of `giving_up` that were not left
+        self._problem = ""  # of a request that is made again
 
-    def make(self, attempt: Callable[[], _T], stopped: threading.Event | None = None) -> _T:
+    def make(self, attempt: Callable[[], _T], stopped: threading.Event | None = None, *, is_large: bool = False) -> _T:
         """Its result. No further try is made when `stopped` is set."""
-        retries, stopped = self._policy.start(), stopped or threading.Event()
+        stopped = stopped or threading.Event()
+        self._under_way.add(stopped)
+        try:
+            return self._make(attempt, stopped, self._large if is_large else self._small)
+        finally:
+            self._under_way.discard(stopped)
+
+    def _make(self, attempt: Callable[[], _T], stopped: threading.Event, slots: threading.Semaphore) -> _T:
+        retries: Retries | None = None
         while True:
-            try:
-                result = attempt()
-            except TransientError as error:
-                problem = error
-            else:
-                self._reached = True
-                return result
+            with slots:
+                self._refuse_given_up()
+                retries = retries or self.policy.start()  # time in the queue for a slot does not count
+                try:
+                    result = attempt()
+                except TransientError as error:
+                    problem = error
+                else:
+                    self._reached = True
+                    self.note_progress()
+                    return result
+            self._refuse_given_up()
             self._reached = self._reached or not isinstance(problem, UnreachedError)
-            tries, pause = retries.tries, retries.next_pause(reached=self._reached)
+            if isinstance(problem, FinalError):
+                raise problem
+            asked = problem.asked if isinstance(problem, BusyError) else None
+            tries, pause = retries.tries, retries.next_pause(reached=self._reached, asked=asked)
+            self._problem = str(problem)
+            if pause is not None and asked:
+                _log.warning("%s is asked again in %.1f s, as it says: %s", self._where, pause, problem)
             if pause is None or stopped.wait(pause):
+                self._refuse_given_up()
                 raise TransientError(f"{problem} Tried {tries} times.")
+
+    def note_progress(self) -> None:
+        """The server has answered, or bytes have moved for the first time."""
+        self.progress += 1
+        self._problem = ""
+
+    @contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """Until the context is left, no request is made, and none made again."""
+        self._given_up += 1
+        try:
+            for stopped in list(self._under_way):
+                stopped.set()
+            yield
+        finally:
+            self._given_up -= 1
+
+    def _refuse_given_up(self) -> None:
+        if self._given_up:
+            raise TransientError(f"given up: {self._problem or f'the server of {self._where} did not answer.'}")

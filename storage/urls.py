@@ -148,7 +148,7 @@ def _open_objects(scheme: str, rest: str, options: dict[str, Any]) -> Storage:
 
 def _objects(scheme: str, rest: str, options: dict[str, Any]) -> Objects:
     if scheme in _S3:
-        from ckpt.storage.s3.objects import S3Objects
+        from ckpt.storage.clouds.s3 import S3Objects
 
         bucket, _, prefix = rest.partition("/")
         if not bucket:

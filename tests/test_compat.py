@@ -254,7 +254,7 @@ def test_the_hub_does_without(path: str, said: Callable[[Private], bool]) -> Non
 
 
 def test_s3_is_refused_rather_than_followed_to_another_host(said: Callable[[Private], bool]) -> None:
-    from ckpt.storage.s3.connection import session_class
+    from ckpt.storage.clouds.s3 import session_class
 
     assert session_class()
     with renamed(s3fs.SESSION), pytest.raises(UnsupportedError, match="redirect"):

@@ -16,10 +16,9 @@ from typing import Any
 from ckpt.errors import ConfigError, StorageError
 from ckpt.storage.base import ANY, Entry
 from ckpt.storage.clouds import errors
-from ckpt.storage.clouds.objects import AT_ONCE, WRITE, CloudObjects, Head, Retried, refuse_unknown
-from ckpt.storage.multipart import Body, Uncounted
-from ckpt.storage.retry import RetryPolicy
-from ckpt.util.threads import ThreadCall
+from ckpt.storage.clouds.objects import WRITE, CloudObjects, Head, Retried, refuse_unknown, several
+from ckpt.storage.multipart import Body
+from ckpt.storage.retry import AT_ONCE, Requests, RetryPolicy
 
 _TAKEN = (
     "account_name", "account_key", "connection_string", "credential", "sas_token", "client_id", "client_secret",
@@ -55,15 +54,15 @@ def open_azure(scheme: str, rest: str, options: Mapping[str, Any]) -> CloudObjec
     refuse_unknown(scheme, given, _TAKEN, [*_WITHOUT_EFFECT, *of_login], _INSTEAD)
     policy = RetryPolicy.taken_from(given)
     _take_account(url, host, given)
-    at_once = given.get("max_concurrency") or AT_ONCE
-    service = _service(scheme, given, policy)
-    return CloudObjects(
-        url, prefix.strip("/"), AzureClient(service, container, at_once, policy.deadline), policy, at_once
-    )
+    requests = Requests(policy, url, given.get("max_concurrency") or AT_ONCE)
+    client = AzureClient(_service(scheme, given, policy), container, requests.at_once, policy.deadline)
+    return CloudObjects(url, prefix.strip("/"), client, requests)
 
 
 class AzureClient:
     """Requests about the blobs of one container."""
+
+    removed_at_once = 1
 
     def __init__(self, service: Any, container: str, at_once: int, deadline: float) -> None:
         self._deadline = deadline  # seconds for a copy inside the store
@@ -82,47 +81,35 @@ class AzureClient:
             raise FolderError(key)
         return Head(found.size, _told(found.etag), (found.metadata or {}).get(WRITE))
 
-    def put(self, key: str, views: list[memoryview], over: str | None, token: str) -> str:
-        data = b"".join(views)
+    def put(self, key: str, body: Body, over: str | None, token: str) -> str:
+        data = b"".join(body.views)
         conditions = {"overwrite": True, **_condition(over)} if over is not None else {"overwrite": False}
         answer = self._blob(key).upload_blob(data, length=len(data), metadata={WRITE: token}, **conditions)
         return _told(answer["etag"])
 
-    def put_in_parts(
-        self, key: str, parts: Iterator[list[memoryview]], over: str | None, token: str, retried: Retried
-    ) -> str:
-        """Blocks, several concurrently. No request reads the caller's buffers when this returns or raises.
-
-        Their names hold the token: blocks of two writers of the same key are kept apart until one of them commits.
+    def put_in_parts(self, key: str, parts: Iterator[Body], over: str | None, token: str, retried: Retried) -> str:
+        """Blocks, several concurrently. Their names hold the token: those of two writers of the same key are kept apart
+        until one of them commits.
         """
         from azure.storage.blob import BlobBlock
 
-        blob, stopped = self._blob(key), threading.Event()
-        names: list[str] = []
-        running: list[ThreadCall] = []
+        blob = self._blob(key)
 
-        def stage(name: str, views: list[memoryview]) -> None:
-            size = sum(map(len, views))
-            retried(lambda: blob.stage_block(name, Body(views, Uncounted()), length=size), stopped=stopped)
+        def stage(part: tuple[int, Body], stopped: threading.Event) -> str:
+            def attempt() -> None:
+                body.seek(0)
+                blob.stage_block(name, body, length=len(body))
 
-        try:
-            for number, views in enumerate(parts):
-                if len(running) >= self._at_once:
-                    running.pop(0).result()
-                names.append(base64.b64encode(f"{token}{number:06d}".encode()).decode())
-                running.append(ThreadCall(lambda name=names[-1], views=views: stage(name, views), "ckpt-upload"))  # type: ignore[misc]
-            while running:
-                running.pop(0).result()
-        except BaseException:
-            stopped.set()
-            for call in running:
-                call.has_failed()
-            raise
+            name, body = base64.b64encode(f"{token}{part[0]:06d}".encode()).decode(), part[1]
+            retried(attempt, stopped=stopped, is_large=True)
+            return name
+
+        names = several(stage, enumerate(parts), self._at_once, "ckpt-upload")
         blocks = [BlobBlock(block_id=name) for name in names]
         condition = {"metadata": {WRITE: token}, **_condition(over)}
         return retried(lambda: _told(blob.commit_block_list(blocks, **condition)["etag"]))
 
-    def read(self, key: str, start: int, stop: int | None) -> bytes:
+    def read(self, key: str, start: int, stop: int | None, stopped: threading.Event) -> list[bytes]:
         from azure.core.exceptions import HttpResponseError
 
         data = b""
@@ -134,9 +121,12 @@ class AzureClient:
                 raise
         if not data:  # what stands for a folder is empty too
             self.head(key)
-        return data
+        return [data]
 
-    def copy(self, source: str, target: str) -> None:
+    def copy(self, source: str, target: str, size: int, retried: Retried) -> None:
+        retried(lambda: self._copy(source, target))
+
+    def _copy(self, source: str, target: str) -> None:
         blob, end = self._blob(target), time.monotonic() + self._deadline
         copy = blob.start_copy_from_url(self._blob(source).url)
         status = _told(copy["copy_status"])
@@ -148,7 +138,7 @@ class AzureClient:
         if status != "success":
             raise StorageError(f"the server says that the copy is {status}.")
 
-    def page(self, prefix: str, marker: str | None) -> tuple[list[Entry], str | None]:
+    def page(self, prefix: str, marker: Any) -> tuple[list[Entry], Any]:
         pages = self._container.list_blobs(name_starts_with=prefix, include=["metadata"]).by_page(marker)
         found = [
             Entry(blob.name, blob.size, f'"{blob.etag.strip(chr(34))}"')
@@ -157,11 +147,11 @@ class AzureClient:
         ]
         return found, pages.continuation_token or None
 
-    def remove(self, key: str) -> None:
+    def remove(self, keys: list[str]) -> None:
         from azure.core.exceptions import HttpResponseError, ResourceNotFoundError
 
         try:
-            self._blob(key).delete_blob()
+            self._blob(keys[0]).delete_blob()
         except ResourceNotFoundError as error:
             if _code(error) == "ContainerNotFound":
                 raise

@@ -38,8 +38,15 @@ _DENIED = {  # whatever their status is
 }  # fmt: skip
 
 
+NO_UPLOAD = "NoSuchUpload"
+
+
 class CutError(ConnectionError):
     """An answer that ends before its end: the same request may bring all of it."""
+
+
+class UploadGoneError(AbsentError):
+    """The server does not know an upload in parts any more: it is complete, or somebody has aborted it."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,8 @@ def from_answer(status: int, code: str, what: str, where: str, advice: Advice) -
     said = f"{begin}: the server says {code if _CODE.fullmatch(code) else status}"
     if code in _CONFLICT or (status == 412 and not code):
         return changed(where)
+    if code == NO_UPLOAD:
+        return UploadGoneError(f"{begin}: the server does not know this upload any more. Save again.")
     if code in _NO_CONTAINER:
         return no_container(begin, advice)
     if status == 404 and (code in _ABSENT or not code):

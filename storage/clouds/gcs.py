@@ -8,6 +8,7 @@ Of an answer no more is read than was asked for. Large objects are resumable upl
 from __future__ import annotations
 
 import json
+import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -19,9 +20,9 @@ from ckpt.errors import ConfigError, StorageError
 from ckpt.storage.base import ANY, Entry
 from ckpt.storage.clouds import errors
 from ckpt.storage.clouds.errors import CutError
-from ckpt.storage.clouds.objects import AT_ONCE, WRITE, CloudObjects, Head, Retried, refuse_unknown
-from ckpt.storage.multipart import Body, Uncounted
-from ckpt.storage.retry import RetryPolicy
+from ckpt.storage.clouds.objects import WRITE, CloudObjects, Head, Retried, refuse_unknown
+from ckpt.storage.multipart import Body
+from ckpt.storage.retry import AT_ONCE, Requests, RetryPolicy
 
 _WITHOUT_BODY = (204, 304)
 _HTTP_1_1 = 11
@@ -183,11 +184,13 @@ def open_gcs(scheme: str, rest: str, options: Mapping[str, Any]) -> CloudObjects
         raise ConfigError(f"{url} names no bucket: write {scheme}://bucket/folder.")
     refuse_unknown(scheme, given, _TAKEN, _WITHOUT_EFFECT, _INSTEAD)
     policy = RetryPolicy.taken_from(given)
-    return CloudObjects(url, prefix.strip("/"), _client(scheme, bucket, given, policy), policy)
+    return CloudObjects(url, prefix.strip("/"), _client(scheme, bucket, given, policy), Requests(policy, url))
 
 
 class GcsClient:
     """Requests about the objects of one bucket."""
+
+    removed_at_once = 1
 
     def __init__(self, session: Any, endpoint: str, bucket: str, common: dict[str, str], timeout: Any) -> None:
         self._session = session
@@ -207,31 +210,29 @@ class GcsClient:
     def head(self, key: str) -> Head:
         return _head(self._request("GET", self._path(key), fields=_FIELDS).fields())
 
-    def put(self, key: str, views: list[memoryview], over: str | None, token: str) -> str:
+    def put(self, key: str, body: Body, over: str | None, token: str) -> str:
         """Metadata and bytes in one request."""
         boundary = uuid.uuid4().hex
         begin = (
             f"--{boundary}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{_resource(key, token)}\r\n"
             f"--{boundary}\r\nContent-Type: application/octet-stream\r\n\r\n"
         )
-        body = b"".join([begin.encode(), *views, f"\r\n--{boundary}--\r\n".encode()])
+        data = b"".join([begin.encode(), *body.views, f"\r\n--{boundary}--\r\n".encode()])
         answer = self._request(
-            "POST", self._uploads, data=body, headers={"Content-Type": f"multipart/related; boundary={boundary}"},
+            "POST", self._uploads, data=data, headers={"Content-Type": f"multipart/related; boundary={boundary}"},
             uploadType="multipart", fields=_FIELDS, **_condition(over),
         )  # fmt: skip
         return _head(answer.fields()).version
 
-    def put_in_parts(
-        self, key: str, parts: Iterator[list[memoryview]], over: str | None, token: str, retried: Retried
-    ) -> str:
+    def put_in_parts(self, key: str, parts: Iterator[Body], over: str | None, token: str, retried: Retried) -> str:
         """A resumable upload, one part after the other. The server compares the generation again with the last."""
         session = retried(lambda: self._begin(key, over, token))
         try:
             start, waiting = 0, next(parts)
             for following in parts:
-                retried(Part(self, session, start, waiting, None))
-                start, waiting = start + sum(map(len, waiting)), following
-            answer = retried(Part(self, session, start, waiting, start + sum(map(len, waiting))))
+                retried(Part(self, session, start, waiting.views, None), is_large=True)
+                start, waiting = start + len(waiting), following
+            answer = retried(Part(self, session, start, waiting.views, start + len(waiting)), is_large=True)
         except BaseException:
             with suppress(Exception):  # the server forgets it after a week
                 self._session.delete(session, timeout=self._timeout)
@@ -252,27 +253,30 @@ class GcsClient:
         """A part of an upload, or with no views the question how much of it has arrived."""
         size = sum(map(len, views))
         headers = {"Content-Range": f"bytes {span}", "Content-Length": str(size)}
-        data = Body(views, Uncounted()) if size else b""
+        data = Body(views) if size else b""
         given = {"timeout": self._timeout, "allow_redirects": False, "stream": True}
         answer = receive(self._session.put(session, data=data, headers=headers, **given))
         if answer.status in (404, 410):
-            raise StorageError("the server does not know this upload any more. Save again.")
+            raise AnswerError(answer.status, errors.NO_UPLOAD)
         return answer if answer.status == 308 else successful(answer)
 
-    def read(self, key: str, start: int, stop: int | None) -> bytes:
+    def read(self, key: str, start: int, stop: int | None, stopped: threading.Event) -> list[bytes]:
         span = {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"} if start or stop is not None else {}
         try:
             most = None if stop is None else stop - start
             answer = self._request("GET", self._path(key), headers=span, most=most, alt="media")
         except AnswerError as error:
             if error.status == 416:
-                return b""
+                return []
             raise
         if start and answer.headers.get("Content-Range", "").partition("-")[0] != f"bytes {start}":
             raise StorageError("the server sends other bytes than the range that was asked for. Check the endpoint.")
-        return answer.body
+        return [answer.body]
 
-    def copy(self, source: str, target: str) -> None:
+    def copy(self, source: str, target: str, size: int, retried: Retried) -> None:
+        retried(lambda: self._copy(source, target))
+
+    def _copy(self, source: str, target: str) -> None:
         address = f"{self._path(source)}/rewriteTo{self._inside}/{quote(target, safe='')}"
         more: dict[str, Any] = {}
         for _ in range(_MOST_REWRITES):
@@ -282,16 +286,16 @@ class GcsClient:
             more = {"rewriteToken": answer["rewriteToken"]}
         raise StorageError("the server copies without an end. Check the endpoint.")
 
-    def page(self, prefix: str, marker: str | None) -> tuple[list[Entry], str | None]:
+    def page(self, prefix: str, marker: Any) -> tuple[list[Entry], Any]:
         more: dict[str, Any] = {} if marker is None else {"pageToken": marker}
         fields = "nextPageToken,items(name,size,generation)"
         found = self._request("GET", self._objects, prefix=prefix, fields=fields, **more).fields()
         entries = [Entry(item["name"], int(item["size"]), str(item["generation"])) for item in found.get("items", ())]
-        return entries, found.get("nextPageToken")
+        return entries, found.get("nextPageToken") or None
 
-    def remove(self, key: str) -> None:
+    def remove(self, keys: list[str]) -> None:
         try:
-            self._request("DELETE", self._path(key))
+            self._request("DELETE", self._path(keys[0]))
         except AnswerError as error:
             if error.status != 404:
                 raise
@@ -303,7 +307,9 @@ class GcsClient:
 
         begin = f"could not {what} {where}"
         if isinstance(error, AnswerError):
-            if error.status == 404 and what in ("write", "list"):  # the object need not be there, only its bucket
+            if (
+                error.status == 404 and error.code != errors.NO_UPLOAD and what in ("write", "list")
+            ):  # the object need not be there, only its bucket
                 return errors.no_container(begin, self._advice)
             return errors.from_answer(error.status, error.code, what, where, self._advice)
         if isinstance(error, network.ConnectionError | exceptions.TransportError):

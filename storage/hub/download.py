@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ckpt.errors import DamagedError, TransientError
-from ckpt.storage.hub.repo import HubFile, HubRepo, bounded_answers, client_bars, translated_errors
+from ckpt.storage.hub.repo import HubFile, HubRepo, bounded_answers, client_bars
 from ckpt.util.checked_json import is_relative
 from ckpt.util.console import progress_bar
 from ckpt.util.threads import in_parallel
@@ -85,8 +85,7 @@ def _download(repo: HubRepo, file: HubFile, revision: str) -> Path:
         with bounded_answers(_AGAIN * file.size + _SLACK):
             return hf_hub_download(repo.id, file.path, revision=revision, token=repo.token, endpoint=repo.api.endpoint)
 
-    with translated_errors("download", f"{repo.url}/{file.path}"):
-        return Path(repo.hub.with_retries(ask))
+    return Path(repo.ask("download", ask, f"{repo.url}/{file.path}"))
 
 
 def _snapshot(path: Path, name: str) -> Path:

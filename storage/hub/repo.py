@@ -23,7 +23,7 @@ from urllib.parse import quote, urlsplit
 from ckpt.errors import AbsentError, CkptError, ConfigError, DeniedError, FullError, StorageError, TransientError
 from ckpt.shown import remember_secrets
 from ckpt.storage.base import LARGEST_DOCUMENT
-from ckpt.storage.retry import Retries, RetryPolicy
+from ckpt.storage.retry import BusyError, FinalError, Requests, RetryPolicy, UnreachedError
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
@@ -47,16 +47,8 @@ _LOGIN = "Log in with 'hf auth login', set HF_TOKEN, or give token=..."
 _KEPT = "What was uploaded is kept there, and is not sent again."
 
 
-class MovedError(TransientError):
+class MovedError(FinalError):
     """The head of a branch is not the parent that a commit was made for: somebody else has committed."""
-
-
-def is_transient(error: BaseException) -> bool:
-    """Whether a retry may help: the Hub is busy, or was not reached."""
-    from huggingface_hub.errors import OfflineModeIsEnabled
-
-    status = status_of(error)
-    return status in _AGAIN if status else _is_unreachable(error) and not isinstance(error, OfflineModeIsEnabled)
 
 
 @contextmanager
@@ -76,6 +68,7 @@ def translate_error(error: BaseException, what: str) -> Exception:
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
+        OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -92,7 +85,8 @@ def translate_error(error: BaseException, what: str) -> Exception:
     if status:
         return _by_status(status, error, what)
     if _is_unreachable(error):
-        return TransientError(
+        kind = FinalError if isinstance(error, OfflineModeIsEnabled) else UnreachedError
+        return kind(
             f"{what}: the Hub cannot be reached ({type(error).__name__}: {error}). Look at the network, at HF_ENDPOINT "
             f"and HF_HUB_OFFLINE, then try again. {_KEPT}"
         )
@@ -122,12 +116,13 @@ def _by_status(status: int, error: BaseException, what: str) -> Exception:
     if status == 413:
         return FullError(f"{about}: it is too large. Use a smaller max_shard_size.")
     if status == 429:
-        return TransientError(
+        return _busy(
+            error,
             f"{about}: too many requests or commits for now, also after waiting. Try again later, or save less often. "
-            f"{_KEPT}"
+            f"{_KEPT}",
         )
     if status in _AGAIN:
-        return TransientError(f"{about}, also when asked again. Try again later. {_KEPT}")
+        return _busy(error, f"{about}, also when asked again. Try again later. {_KEPT}")
     return StorageError(f"{about}.")
 
 
@@ -146,11 +141,12 @@ def status_of(error: BaseException) -> int:
     return int(getattr(response, "status_code", 0) or 0)
 
 
-def asked_to_wait(error: BaseException) -> float | None:
-    """The seconds of a Retry-After header; None if there is none."""
+def _busy(error: BaseException, said: str) -> BusyError:
+    """The error, with the seconds of a Retry-After header, if there is one."""
     headers: Any = getattr(getattr(error, "response", None), "headers", {})
-    asked = headers.get("Retry-After", "")
-    return min(float(asked), _LONGEST_WAIT) if asked.isdigit() else None
+    asked, problem = headers.get("Retry-After", ""), BusyError(said)
+    problem.asked = min(float(asked), _LONGEST_WAIT) if asked.isdigit() else None
+    return problem
 
 
 def _is_unreachable(error: BaseException) -> bool:
@@ -293,38 +289,6 @@ class HubFile:
     oid: str
 
 
-@dataclass
-class Hub:
-    """Requests to the Hub, retried where that may help."""
-
-    retry_policy: RetryPolicy = field(default_factory=lambda: RetryPolicy(first_pause=1.0))
-    reached: bool = False
-
-    def with_retries(self, call: Callable[[], Result]) -> Result:
-        """The result of a call. Transient failures are retried until the deadline, as late as the Hub asks."""
-        retries = self.retry_policy.start()
-        while True:
-            try:
-                with guarded_requests(self.retry_policy.stall):
-                    result = call()
-            except Exception as error:
-                pause = self._pause_after(cause_of(error), retries)
-                if pause is None:
-                    raise
-                time.sleep(pause)
-            else:
-                self.reached = True
-                return result
-
-    def _pause_after(self, error: BaseException, retries: Retries) -> float | None:
-        """Seconds to wait before the next try; None if there is none."""
-        self.reached = self.reached or status_of(error) > 0
-        pause = retries.next_pause(reached=self.reached, asked=asked_to_wait(error)) if is_transient(error) else None
-        if pause is not None:
-            _log.warning("the Hub is asked again in %.1f s: %s", pause, status_of(error) or type(error).__name__)
-        return pause
-
-
 @dataclass(frozen=True)
 class HubRepo:
     """A repository and a branch of it. Without a token, that of `HF_TOKEN` or of a login is used."""
@@ -332,7 +296,9 @@ class HubRepo:
     id: str
     revision: str = MAIN_BRANCH
     token: str | None = field(default=None, repr=False)
-    hub: Hub = field(default_factory=Hub, repr=False, compare=False)
+    requests: Requests = field(
+        default_factory=lambda: Requests(RetryPolicy(first_pause=1.0), "the Hub"), repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not _ID.fullmatch(self.id):
@@ -360,9 +326,9 @@ class HubRepo:
 
         Returns whether this call has certainly created the repository.
         """
-        made = self._ask("create", lambda: self._made(private=private))
+        made = self.ask("create", lambda: self._made(private=private))
         if self.revision != MAIN_BRANCH and not self.revision.startswith("refs/"):
-            self._ask("create", lambda: self.api.create_branch(self.id, branch=self.revision, exist_ok=True))
+            self.ask("create", lambda: self.api.create_branch(self.id, branch=self.revision, exist_ok=True))
 
         return made
 
@@ -381,21 +347,21 @@ class HubRepo:
     def remove_if_untouched(self) -> bool:
         """Remove a repository that has nothing but its first commit. Returns whether it is gone."""
         with suppress(StorageError):
-            commits = self._ask("look at", lambda: self.api.list_repo_commits(self.id))
-            branches = self._ask("look at", lambda: self.api.list_repo_refs(self.id)).branches
+            commits = self.ask("look at", lambda: self.api.list_repo_commits(self.id))
+            branches = self.ask("look at", lambda: self.api.list_repo_refs(self.id)).branches
             files = self.files(self.head()) if len(commits) <= 1 and len(branches) <= 1 else {"others have committed"}
             if not set(files) - {".gitattributes"}:
-                self._ask("remove", lambda: self.api.delete_repo(self.id))
+                self.ask("remove", lambda: self.api.delete_repo(self.id))
                 return True
         return False
 
     def is_private(self) -> bool:
-        return bool(self._ask("look at", lambda: self.api.repo_info(self.id)).private)
+        return bool(self.ask("look at", lambda: self.api.repo_info(self.id)).private)
 
     def head(self) -> str:
         """The commit that the branch stands at."""
         with bounded_answers():
-            found = str(self._ask("look at", lambda: self.api.repo_info(self.id, revision=self.revision)).sha)
+            found = str(self.ask("look at", lambda: self.api.repo_info(self.id, revision=self.revision)).sha)
         if not _COMMIT.fullmatch(found):
             raise strange_answer(self.url, "names no commit")
         return found
@@ -411,7 +377,7 @@ class HubRepo:
                 return []
 
         with bounded_answers():
-            entries = self._ask("list", listed)
+            entries = self.ask("list", listed)
         return {entry.path: _file(entry, self.url) for entry in entries if hasattr(entry, "blob_id")}
 
     def read(self, path: str, commit: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -425,7 +391,7 @@ class HubRepo:
             headers["Range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
 
         most = LARGEST_DOCUMENT if stop is None else stop - start
-        found = self._ask("read", lambda: _received(url, headers, most), f"{self.url}/{path}")
+        found = self.ask("read", lambda: _received(url, headers, most), f"{self.url}/{path}")
         if stop is not None and len(found) != stop - start:
             raise StorageError(
                 f"could not read {self.url}/{path}: asked for {stop - start} bytes, the Hub sent {len(found)}. A proxy "
@@ -440,7 +406,7 @@ class HubRepo:
             self.api.preupload_lfs_files(self.id, additions, revision=self.revision, free_memory=True)
 
         with client_bars(show=False):  # training continues meanwhile
-            self._ask("upload to", send)
+            self.ask("upload to", send)
 
     def commit_on_head(
         self, make: Callable[[str], Sequence[CommitOperationAdd | CommitOperationDelete]], message: str
@@ -467,9 +433,7 @@ class HubRepo:
 
     def squash(self, message: str) -> None:
         """Let the branch have one commit, with the files of its head. What older ones alone had is gone for good."""
-        self._ask(
-            "squash", lambda: self.api.super_squash_history(self.id, branch=self.revision, commit_message=message)
-        )
+        self.ask("squash", lambda: self.api.super_squash_history(self.id, branch=self.revision, commit_message=message))
 
     def _commit(
         self, operations: Sequence[CommitOperationAdd | CommitOperationDelete], message: str, parent: str
@@ -504,8 +468,8 @@ class HubRepo:
                 return made
             raise self._moved(parent)
 
-        with translated_errors("commit to", self.url), client_bars(show=sys.stderr.isatty()):
-            return self.hub.with_retries(send)
+        with client_bars(show=sys.stderr.isatty()):
+            return self.ask("commit to", send)
 
     def _marked(self, mark: str, parent: str) -> str | None:
         """The commit with this mark. None while the branch is at `parent`; if others have moved it, a `MovedError`."""
@@ -518,9 +482,14 @@ class HubRepo:
     def _moved(self, parent: str) -> MovedError:
         return MovedError(f"{self.url} has moved on from {parent[:8]}: somebody else has committed.")
 
-    def _ask(self, verb: str, call: Callable[[], Result], where: str = "") -> Result:
-        with translated_errors(verb, where or self.url):
-            return self.hub.with_retries(call)
+    def ask(self, verb: str, call: Callable[[], Result], where: str = "") -> Result:
+        """The result of a call of the client, made again where that may help."""
+
+        def attempt() -> Result:
+            with translated_errors(verb, where or self.url), guarded_requests(self.requests.policy.stall):
+                return call()
+
+        return self.requests.make(attempt)
 
 
 @contextmanager
@@ -584,9 +553,7 @@ def open_pull_request(repo: HubRepo, title: str) -> HubRepo:
         known = _marked(repo, title, mark) if tries > 1 else None
         return known or int(repo.api.create_pull_request(repo.id, title=title, description=f"Opened by {mark}.").num)
 
-    with translated_errors("open a pull request in", repo.url):
-        number = repo.hub.with_retries(opened)
-    return replace(repo, revision=f"refs/pr/{number}")
+    return replace(repo, revision=f"refs/pr/{repo.ask('open a pull request in', opened)}")
 
 
 def page_of(request: HubRepo) -> str:

@@ -23,9 +23,9 @@ from urllib.parse import unquote
 from ckpt.compat.huggingface_hub import is_ignored, is_separate, mark_uploaded
 from ckpt.errors import AbsentError, CkptError, ConfigError, StorageError, TruncatedError
 from ckpt.storage.base import ANY, LARGEST_DOCUMENT, Buffer, Entry, Unfinished, below, changed, check_key
-from ckpt.storage.hub.repo import MAIN_BRANCH, Hub, HubFile, HubRepo, translated_errors
+from ckpt.storage.hub.repo import MAIN_BRANCH, HubFile, HubRepo, translated_errors
 from ckpt.storage.memory import MemoryStorage
-from ckpt.storage.retry import RetryPolicy
+from ckpt.storage.retry import Requests, RetryPolicy
 from ckpt.util.option_values import is_seconds, said
 
 if TYPE_CHECKING:
@@ -217,8 +217,8 @@ class HubStorage:
         repo, revision, path = match.groups()
         if interval != 0 and not is_seconds(interval):
             raise ConfigError(f"interval={said(interval)} must be a number of seconds between two commits.")
-        hub = Hub(RetryPolicy(deadline=deadline, stall=stall, first_pause=1.0))
-        self._repo = HubRepo(repo, unquote(revision or MAIN_BRANCH), token, hub)
+        requests = Requests(RetryPolicy(deadline=deadline, stall=stall, first_pause=1.0), "the Hub")
+        self._repo = HubRepo(repo, unquote(revision or MAIN_BRANCH), token, requests)
         self._top = check_key(path) + "/" if path else ""
         self._pending = Pending(self._repo, interval, self._forget)
         self._seen: _Snapshot | None = None

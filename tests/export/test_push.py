@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ckpt
 from ckpt.cli.main import main
 from ckpt.storage import HubStorage
+from ckpt.storage.retry import Retries
 from tests.helpers.hub_server import HubServer, connect, serving
 from tests.helpers.hub_store import MissingError
 from tests.helpers.places import intact
@@ -75,6 +76,19 @@ def small(seed: int) -> nn.Module:
     """A model with four tensors, for which Transformers need not be imported."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20))
+
+
+def skip_pauses(patch: pytest.MonkeyPatch) -> list[float]:
+    """Requests that failed are made again at once. Returns the seconds that would have been waited for each."""
+    next_pause, skipped = Retries.next_pause, list[float]()
+
+    def skip(retries: Retries, **given: Any) -> float | None:
+        pause = next_pause(retries, **given)
+        skipped.extend([pause] if pause is not None else [])
+        return None if pause is None else 0.0
+
+    patch.setattr(Retries, "next_pause", skip)
+    return skipped
 
 
 def commits_sent(hub: HubServer) -> int:
@@ -610,8 +624,7 @@ class TestFaults:
     def test_the_hub_is_asked_again_when_it_says_so(
         self, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        waited: list[float] = []
-        monkeypatch.setattr("ckpt.storage.hub.repo.time.sleep", waited.append)
+        waited = skip_pauses(monkeypatch)
         hub.fail("/commit/", 429, Retry_After="37")
         with ckpt.StateManager(tmp_path / "run", model=small(0)) as manager:
             manager.push_to_hub(REPO)
@@ -621,8 +634,7 @@ class TestFaults:
     def test_a_hub_that_has_answered_before_is_waited_for_much_longer_than_one_that_has_not(
         self, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        waited: list[float] = []
-        monkeypatch.setattr("ckpt.storage.hub.repo.time.sleep", waited.append)
+        waited = skip_pauses(monkeypatch)
         hub.fail("/commit/", 503, times=12)
         with ckpt.StateManager(tmp_path / "run", model=small(0)) as manager:
             manager.push_to_hub(REPO)
@@ -634,8 +646,7 @@ class TestFaults:
     def test_offline_by_choice_is_not_waited_for(
         self, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        waited: list[float] = []
-        monkeypatch.setattr("ckpt.storage.hub.repo.time.sleep", waited.append)
+        waited = skip_pauses(monkeypatch)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         with (
             ckpt.StateManager(tmp_path / "run", model=small(0)) as manager,
@@ -688,7 +699,7 @@ class TestFaults:
     def test_a_conflict_is_tried_on_the_new_head_but_not_for_ever(
         self, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
     ) -> None:
-        monkeypatch.setattr("ckpt.storage.hub.repo.time.sleep", lambda seconds: None)
+        skip_pauses(monkeypatch)
         hub.fail("/commit/", status, times=3)
         with ckpt.StateManager(tmp_path / "run", model=small(0)) as manager:
             manager.push_to_hub(REPO)

@@ -37,7 +37,7 @@ _PRELOADED = """
     torch._dynamo torch._inductor.compile_fx torch.distributed.checkpoint torch.distributed.fsdp
     torch.distributed.pipelining numpy s3fs
     accelerate peft transformers.trainer torchdata.stateful_dataloader
-    ckpt.manager ckpt.export ckpt.memory.tier ckpt.storage.s3.connection ckpt.integrations.accelerate
+    ckpt.manager ckpt.export ckpt.memory.tier ckpt.storage.clouds.s3 ckpt.integrations.accelerate
     tests.helpers.processes tests.helpers.training
 """
 _context.set_forkserver_preload(_PRELOADED.split())

@@ -11,8 +11,8 @@ import ckpt
 from benchmarks.shared.counted_objects import CountedObjects
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME
 from ckpt.root.catalog import INDEX, MARKER, UNINDEXED, Overview, Summary
+from ckpt.storage.clouds.s3 import S3Client
 from ckpt.storage.object_storage import ObjectStorage
-from ckpt.storage.s3.connection import Connection
 
 MANY = 2 * (UNINDEXED + 1)  # checkpoints, all of which the index has
 
@@ -203,13 +203,13 @@ class Requests:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        call = Connection.call
+        send = S3Client.send
 
-        async def counted(connection: Connection, method: str, **arguments: object) -> object:
+        async def counted(client: S3Client, method: str, **arguments: object) -> object:
             self.count += "/.locks/" not in f"{arguments.get('Key')}{arguments.get('Prefix')}{arguments.get('Delete')}"
-            return await call(connection, method, **arguments)
+            return await send(client, method, **arguments)
 
-        monkeypatch.setattr(Connection, "call", counted)
+        monkeypatch.setattr(S3Client, "send", counted)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from ckpt.storage import Entry, Storage, multipart, open_storage
 from ckpt.storage.clouds.errors import CutError
 from ckpt.storage.clouds.gcs import Answer, AnswerError, Part, receive
 from ckpt.storage.clouds.objects import CloudObjects
-from ckpt.storage.retry import RetryPolicy
+from ckpt.storage.retry import Requests, RetryPolicy
 from tests.helpers import clouds
 from tests.helpers.clouds import ACCOUNT, BUCKET, KEY
 from tests.helpers.hostile_bucket import HostileBucket, Reply
@@ -347,7 +347,7 @@ class Lying:
 def test_a_store_that_lists_nonsense_is_refused(entries: list[Entry], following: str | None, said: str) -> None:
     client: Any = Lying(entries, following)
     with pytest.raises(ckpt.StorageError, match=said):
-        list(CloudObjects("az://container/run", "run", client, RetryPolicy(deadline=0)).entries(""))
+        list(CloudObjects("az://container/run", "run", client, Requests(RetryPolicy(deadline=0))).entries(""))
 
 
 @contextmanager

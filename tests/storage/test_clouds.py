@@ -284,6 +284,7 @@ def test_a_holder_that_is_killed_is_gone_at_once_for_this_machine(root: str) -> 
         with pytest.raises(ckpt.LockedError, match="process 17 on some host"), open_storage(root).lock(".lock"):
             pass
         process.kill()
+        process.wait()
         with open_storage(root).lock(".lock", note="the next one"):
             pass
 

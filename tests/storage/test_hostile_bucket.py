@@ -14,7 +14,7 @@ import pytest
 
 import ckpt
 from ckpt.storage import LocalStorage, open_storage
-from ckpt.storage.s3 import objects
+from ckpt.storage.clouds import objects
 from tests.helpers import byte_checkpoints
 from tests.helpers.hostile_bucket import BUCKET, TOKEN, Asked, Bend, HostileBucket, Reply, elsewhere, listing, options
 

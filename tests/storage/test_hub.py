@@ -513,7 +513,7 @@ def test_a_root_that_a_run_writes_to_is_not_pulled_into(hub: HubServer, tmp_path
     with manager_for(tmp_path / "run", model_of(1.0)) as manager:
         manager.save_state("mine", wait=True)
         for step in (None, 1):
-            with pytest.raises(ckpt.LockedError, match=r"a run writes to .*Pull into another folder"):
+            with pytest.raises(ckpt.LockedError, match="another run writes to"):
                 ckpt.pull(ROOT, tmp_path / "run", step=step)
     ckpt.pull(ROOT, tmp_path / "run")
     assert ckpt.verify(tmp_path / "run") == {"mine": [], "step-00000001": []}

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.storage import ObjectStorage, open_storage
-from ckpt.storage.s3.connection import Connection, parsed
-from ckpt.storage.s3.objects import S3Objects
+from ckpt.storage.clouds.s3 import S3Objects, parsed
 from tests.helpers.seaweed import BUCKET, Server
 
 
@@ -72,7 +71,7 @@ def test_a_session_of_the_storage_has_the_profile_that_was_asked_for_and_parses_
     config = tmp_path / "config"
     config.write_text("[profile archive]\naws_access_key_id = one\naws_secret_access_key = two\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
-    session = Connection("bucket", {"profile": "archive"}).fs.session
+    session = S3Objects("bucket", "", {"profile": "archive"})._s3.fs.session
     assert session.profile == "archive"
     parser = session.get_component("response_parser_factory").create_parser("rest-xml")
     assert parser._timestamp_parser is parsed

@@ -94,7 +94,7 @@ def _hub(request: pytest.FixtureRequest, folder: Path, patch: pytest.MonkeyPatch
     patch.setattr(_http, "time", SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None}))  # it asks again, too
     with FaultyProxy(0) as proxy, hub_server.serving(folder, patch, proxy=proxy) as hub:
         proxied = HubStorage("me/runs", interval=0, **OPTIONS)
-        proxied.repo.hub.retry_policy = replace(proxied.repo.hub.retry_policy, first_pause=0.05)
+        proxied.repo.requests.policy = replace(proxied.repo.requests.policy, first_pause=0.05)
         direct = HubStorage("me/runs", interval=0)
         vars(direct.repo)["api"] = HfApi(endpoint=f"http://127.0.0.1:{hub.port}")
         yield Store(proxied, direct, proxy, hub)

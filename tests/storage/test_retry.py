@@ -10,6 +10,7 @@ import pytest
 from ckpt.errors import ConfigError, TransientError
 from ckpt.storage import retry
 from ckpt.storage.retry import Requests, RetryPolicy, UnreachedError, time_left, within
+from ckpt.util.threads import ThreadCall
 
 
 class Clock:
@@ -126,3 +127,25 @@ def test_a_request_that_is_given_up_is_not_made_again(clock: Clock) -> None:
     with pytest.raises(TransientError, match="Tried 1 times"):
         Requests(RetryPolicy()).make(attempt, stopped)
     assert tried == [1]
+
+
+def test_requests_that_wait_for_their_turn_lose_no_time(clock: Clock) -> None:
+    requests, came, go = Requests(RetryPolicy(deadline=1), at_once=1), threading.Event(), threading.Event()
+
+    def slow() -> None:
+        came.set()
+        go.wait()
+
+    tries = iter([TransientError("no."), None])
+
+    def attempt() -> None:
+        if (problem := next(tries)) is not None:
+            raise problem
+
+    first = ThreadCall(lambda: requests.make(slow, is_large=True), "first")
+    came.wait()
+    second = ThreadCall(lambda: requests.make(attempt, Pausing(clock), is_large=True), "second")
+    clock.now += 100
+    go.set()
+    first.result()
+    second.result()  # it was tried twice

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import asyncio
 import io
 import logging
 import os
 import signal
 import subprocess
 import sys
-import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,9 +20,7 @@ from torch import nn
 import ckpt
 from ckpt.root.catalog import HISTORY
 from ckpt.storage import ObjectStorage, Storage, leases, open_storage
-from ckpt.storage.retry import RetryPolicy
-from ckpt.storage.s3.connection import BytesMoved, Connection
-from ckpt.storage.s3.objects import S3Objects
+from ckpt.storage.clouds.s3 import S3Objects
 from tests.helpers.faulty_proxy import FaultyProxy
 from tests.helpers.seaweed import BUCKET, KEY, SECRET, Server, environment
 from tests.helpers.storage_contract import StorageContract, sizes
@@ -146,7 +142,7 @@ class TestLargeObjects:
     def test_a_link_to_a_large_object_is_copied_by_the_server_in_parts(
         self, s3: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ckpt.storage.s3.objects.COPIED_AT_ONCE", 6 * MB)
+        monkeypatch.setattr("ckpt.storage.clouds.s3.COPIED_AT_ONCE", 6 * MB)
         storage = open_storage(s3)
         data = os.urandom(MB) * 17
         storage.write("a", [data])
@@ -589,39 +585,13 @@ class TestDeadlines:
         storage.write("object", [b"x"])
         assert storage.read("object") == b"x"
 
-    def test_requests_that_wait_for_their_turn_lose_no_time(self, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        started: list[RetryPolicy] = []
-        pauses = RetryPolicy.pauses
-
-        def counted(self: RetryPolicy) -> Iterator[float]:
-            started.append(self)
-            return pauses(self)
-
-        monkeypatch.setattr(RetryPolicy, "pauses", counted)
-        connection = Connection(BUCKET, {"max_concurrency": 1})
-        came, go = threading.Event(), threading.Event()
-
-        async def attempt(moved: BytesMoved) -> int:
-            came.set()
-            while not go.is_set():
-                await asyncio.sleep(0.01)
-            return len(started)
-
-        first = connection.start(connection.with_retries("read", "here", attempt), set())
-        came.wait()
-        second = connection.start(connection.with_retries("read", "here", attempt), set())
-        connection.run(asyncio.sleep(0.1))  # by then the second waits
-        assert len(started) == 1
-        go.set()
-        assert (first.result(), second.result()) == (1, 2)
-
 
 def test_a_body_reads_like_a_file_and_iterates_like_a_stream() -> None:
     from ckpt.storage.multipart import Body
 
     data = os.urandom(1000)
     body, file = (
-        Body([memoryview(data)[:10], memoryview(data)[10:700], memoryview(data)[700:]], BytesMoved()),
+        Body([memoryview(data)[:10], memoryview(data)[10:700], memoryview(data)[700:]]),
         io.BytesIO(data),
     )
     for size in (5, 6, 0, 900, None, 3):
