@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt.errors import CkptError, ConfigError, DamagedError, StorageError, VersionError
-from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
+from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.memory.keeper import DONE, REFUSED
 from ckpt.memory.place import MemoryPlace, digest_of
 from ckpt.memory.root_token import identity_of, read_token
@@ -24,7 +24,8 @@ from ckpt.memory.slot_storage import slot_storage
 from ckpt.root import deletion
 from ckpt.root.catalog import Overview, Summary, find, scan
 from ckpt.root.lock import lock_root
-from ckpt.root.verify import VerifiedFile, reading, size_problems, without_other_hosts
+from ckpt.root.mirror import begin_copy, send_files
+from ckpt.root.verify import reading, size_problems, without_other_hosts
 from ckpt.root.write_link_commit import Attempt
 from ckpt.storage import Grouping, LocalStorage, MemoryStorage, Staging, Storage, open_storage
 from ckpt.util.console import format_size, one_line, utc_now
@@ -190,17 +191,14 @@ class Rescue:
         """Write the files under paths that are free, then the manifest."""
         attempt = _attempt(snapshot, target)
         _refuse_other_paths(snapshot, attempt, target)
-        attempt.begin(target, [file.path for file in files])
-        attempt = replace(attempt, expected_version=target.version(f"{snapshot.name}/{FILE_NAME}"))
+        attempt = begin_copy(target, attempt, files)
         with target.grouped() if isinstance(target, Grouping) else nullcontext():
-            for file in files:
-                key = f"{snapshot.name}/{attempt.path_for(file.path)}"
-                target.write(key, self._pieces(snapshot.name, file), over=None)
+            send_files(self.source, target, attempt, files, self._looking)
         self._look()
         attempt.commit(target, _as_saved(snapshot, attempt, self.settings), {})
 
-    def _pieces(self, name: str, file: FileRecord) -> Iterator[memoryview]:
-        for piece in VerifiedFile.of(self.source, name, file).pieces():
+    def _looking(self, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
+        for piece in pieces:
             self._look()
             yield piece
 

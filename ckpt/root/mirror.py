@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol, TypeVar
 from weakref import WeakSet
 
@@ -26,7 +27,7 @@ from ckpt.root.lock import lock_root
 from ckpt.root.retention import Keep
 from ckpt.root.verify import VerifiedFile, size_problems
 from ckpt.root.write_link_commit import Attempt
-from ckpt.storage import Storage
+from ckpt.storage import Staging, Storage
 from ckpt.storage.base import Interruptible, LostError
 from ckpt.util.console import PROGRESS_MIN_BYTES, format_size, progress_bar, say
 from ckpt.util.threads import OwnerProcess, SerialWorker, ThreadCall
@@ -139,6 +140,37 @@ def end_now(storage: Storage, call: Call) -> bool:
 _log = logging.getLogger("ckpt")
 
 
+def begin_copy(target: Storage, attempt: Attempt, files: Iterable[FileRecord]) -> Attempt:
+    """Mark a copy to `target`, and return the attempt that commits it over what is there now."""
+    attempt.begin(target, [file.path for file in files])
+    # only now: with the marker written, no other process removes the replaced checkpoint, so its version is final
+    return replace(attempt, expected_version=target.version(f"{attempt.name}/{FILE_NAME}"))
+
+
+def send_files(
+    source: Storage,
+    target: Storage,
+    attempt: Attempt,
+    files: Iterable[FileRecord],
+    through: Callable[[Iterator[memoryview]], Iterable[memoryview]],
+    *,
+    sha256: bool = False,
+) -> dict[str, str]:
+    """Send files of a committed checkpoint, verified while they are read; their pieces pass `through`.
+
+    Returns the receipts by path, where the target stages files.
+    """
+    receipts = {}
+    for file in files:
+        pieces = through(VerifiedFile.of(source, attempt.name, file, sha256=sha256).pieces())
+        path = attempt.path_for(file.path)
+        if isinstance(target, Staging):
+            receipts[path] = target.stage(f"{attempt.name}/{path}", pieces)
+        else:
+            target.write(f"{attempt.name}/{path}", pieces)
+    return receipts
+
+
 @dataclass
 class Copies:
     """Copies committed checkpoints from `source` to `target`: files first, verified while they are read, manifest last.
@@ -235,16 +267,20 @@ class Copies:
             replaces=tuple(file.path for file in replaced.files) if replaced else (),
             id=manifest.id,
         )
-        attempt.begin(self.target, [file.path for file in manifest.files])
-        # only now: with the marker written, no other process removes the replaced checkpoint, so its version is final
-        attempt = replace(attempt, expected_version=self.target.version(f"{name}/{FILE_NAME}"))
+        begun = begin_copy(self.target, attempt, manifest.files)
         sizes = {entry.key.removeprefix(f"{name}/"): entry.size for entry in self.target.list(name)}
-        missing = [file for file in manifest.files if sizes.get(file.path) != file.size]
-        self._send_files(name, missing, sha256=manifest.is_authentic)
+        missing = [file for file in manifest.files if sizes.get(file.path) != file.size and self._is_mine(name, file)]
+        total = sum(file.size for file in missing)
+        with progress_bar(f"copying {name}", total, in_bytes=True, show=total > PROGRESS_MIN_BYTES) as advance:
+            throttle = Throttle(self.bandwidth, self._pause)
+            newest = None if manifest.is_authentic or not missing else self._manifest_of(self.newest)
+            unlinked = (file for file in missing if not self._link(newest, name, file))
+            limit = partial(throttle.limit, advance=advance)
+            receipts = send_files(self.source, self.target, begun, unlinked, limit, sha256=manifest.is_authentic)
         self._unconfirmed.append(manifest)
-        if not size_problems(self.target, manifest):
+        if receipts or not size_problems(self.target, manifest):
             with suppress(ConflictError):  # of two hosts that find all files there, one commits
-                version = attempt.commit(self.target, manifest, {})
+                version = begun.commit(self.target, manifest, receipts)
                 self._index.add(version, Summary.of(manifest))
         self._confirm_commits()
 
@@ -255,17 +291,6 @@ class Copies:
                 self._copied = {**(self._copied or {}), manifest.name: Summary.of(current)}
                 self._history.add(current)
                 self._unconfirmed.remove(manifest)
-
-    def _send_files(self, name: str, missing: list[FileRecord], *, sha256: bool) -> None:
-        files = [file for file in missing if self._is_mine(name, file)]
-        total = sum(file.size for file in files)
-        with progress_bar(f"copying {name}", total, in_bytes=True, show=total > PROGRESS_MIN_BYTES) as advance:
-            throttle = Throttle(self.bandwidth, self._pause)
-            newest = None if sha256 or not files else self._manifest_of(self.newest)
-            for file in files:
-                if newest is None or not self._link(newest, name, file):  # the newest copy's hashes are its own claim
-                    pieces = VerifiedFile.of(self.source, name, file, sha256=sha256).pieces()
-                    self.target.write(f"{name}/{file.path}", throttle.limit(pieces, advance))
 
     def _pause(self, seconds: float) -> None:
         """Wait between two pieces, as the bandwidth asks for. Raises when the copy is given up."""
@@ -283,10 +308,13 @@ class Copies:
             return self.is_leader
         return self.source.version(f"{name}/{file.path}") is not None
 
-    def _link(self, newest: Manifest, name: str, file: FileRecord) -> bool:
-        """Link a file to the newest copy's, if that has the same bytes: frozen weights are sent once."""
-        same = next((other for other in newest.files if _same_bytes(other, file)), None)
-        if same is None:
+    def _link(self, newest: Manifest | None, name: str, file: FileRecord) -> bool:
+        """Link a file to the newest copy's, if that has the same bytes: frozen weights are sent once.
+
+        Of a signed checkpoint none is: the newest copy's hashes are its own claim.
+        """
+        same = next((other for other in newest.files if _same_bytes(other, file)), None) if newest else None
+        if newest is None or same is None or isinstance(self.target, Staging):
             return False
         try:
             self.target.link(f"{newest.name}/{same.path}", f"{name}/{file.path}")

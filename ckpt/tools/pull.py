@@ -8,92 +8,29 @@ again. Imports no torch, for the command line.
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ckpt.errors import CheckpointError, ConfigError, DamagedError, LockedError, MissingError, TransientError
+from ckpt.errors import CheckpointError, ConfigError, DamagedError, MissingError, TransientError
 from ckpt.export.folders import atomic_folder
-from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, STATE, Manifest
+from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root import catalog, deletion
-from ckpt.root.catalog import manifest_bytes, read_marker
+from ckpt.root.catalog import read_marker
 from ckpt.root.folder import Folder, open_url
-from ckpt.root.lock import lock_root
 from ckpt.root.mirror import Copies
 from ckpt.root.signing import BELIEVES_ALL, KeySource, Trust, open_trust
-from ckpt.root.verify import WINDOW, VerifiedFile, reading, verify_checkpoint
-from ckpt.storage import HubStorage, LocalStorage, Staging, Storage, disk_path, open_storage
+from ckpt.root.verify import WINDOW, reading, verify_checkpoint
+from ckpt.storage import HubStorage, LocalStorage, Staging, Storage, disk_path
 from ckpt.storage.base import LARGEST_DOCUMENT
 from ckpt.storage.hub.download import fetched, unreachable
 from ckpt.storage.hub.repo import HubRepo
 from ckpt.storage.urls import refuse_broken_url
 from ckpt.util.console import one_line, progress_bar, say
 from ckpt.util.option_values import path_text, settings
-
-
-def _copy_all(
-    source: Storage,
-    manifests: list[Manifest],
-    copy: Callable[[str], bool],
-    finish: Callable[[], None] = lambda: None,
-) -> list[str]:
-    """Copy checkpoints, verified while they are read, and return their names. An error names the damaged ones.
-
-    Those that a run has removed since they were listed are skipped, with a message: `copy` returns False.
-    """
-    copied, damaged = [], []
-    for manifest in manifests:
-        try:
-            if copy(manifest.name):
-                copied.append(manifest.name)
-            else:
-                say(f"{manifest.name} is not copied: it was removed from {source.url} meanwhile")
-        except DamagedError as error:
-            damaged.append(one_line(str(error)))
-    finish()
-    if damaged:
-        raise DamagedError(f"not all of {source.url} was copied: {' '.join(damaged)}")
-    return copied
-
-
-def _publish_all(source: Storage, target: HubStorage, manifests: list[Manifest], trust: Trust) -> list[str]:
-    """Copy checkpoints to the Hub. Those that it has are not sent again."""
-    present = {found.name for found in catalog.scan(target) if found.manifest is not None}
-    with ExitStack() as held:
-        lock_root(target, held)
-        return _copy_all(
-            source, manifests, lambda name: name in present or _published(source, target, name, trust), target.settle
-        )
-
-
-def _published(source: Storage, target: HubStorage, name: str, trust: Trust) -> bool:
-    """Send the files of a checkpoint and publish them with its manifest. False if it was removed meanwhile."""
-    with reading(source, name) as found:
-        if found is None:
-            return False
-        manifest = trust.checked(found)
-        receipts = {}
-        with progress_bar(f"copying {name}", manifest.size, in_bytes=True) as advance:
-            for file in manifest.files:
-                verified = VerifiedFile.of(source, name, file, sha256=bool(file.sha256))
-                key = f"{name}/{file.path}"
-                receipts[key] = target.stage(key, verified.pieces())
-                advance(file.size)
-        data = manifest_bytes(source, name)
-        for key in (f"{name}/{COPY_NAME}", f"{name}/{FILE_NAME}"):
-            receipts[key] = target.stage(key, [data])
-    target.publish(receipts)
-    return True
-
-
-def another_by_that_name(target: Storage, name: str) -> ConfigError:
-    return ConfigError(
-        f"{target.url} has another checkpoint {name!r}, which is kept as it is. Choose another destination."
-    )
-
 
 _RESCANS = 5
 
@@ -109,10 +46,13 @@ def transfer(
     options: Options = None,
     token: str | None = None,
     trust: Trust = BELIEVES_ALL,
+    shown: str = "",
+    over: bool = False,
 ) -> str:
     """Copy a checkpoint, all of a root, or the files of a folder into `destination`; return the URL of the copy.
 
-    `token` is for a destination on the Hub.
+    `token` is for a destination on the Hub. `shown`: what errors call the source. `over`: plain files may go into a
+    folder that is there.
     """
     own_options = options if "://" in os.fspath(source) else None
     target = open_url(destination, _target_options(destination, own_options, options, token))
@@ -124,17 +64,14 @@ def transfer(
                 "model there with 'ckpt push'."
             )
         trust.refuse_unsigned(os.fspath(source))
-        return _copy_folder(Folder.at(source, options), destination, target)
+        return _copy_folder(Folder.at(source, options), destination, target, over=over)
     copied: list[str] = []
     with closing(Copies(origin, target)) as copies:
         for _ in range(_RESCANS):
             selected = _select(origin, names, step)
             for manifest in selected:
                 _refuse_other_checkpoint(target, manifest)
-            if isinstance(target, HubStorage):
-                copied = _publish_all(origin, target, selected, trust)
-            else:
-                copied = _copy_intact(copies, selected, trust) if selected else []
+            copied = _copy_intact(copies, selected, trust, shown or origin.url) if selected else []
             if copied or pointed_at:
                 break
             names = [found.name for found in catalog.scan(origin)]  # retention may have replaced them by newer ones
@@ -172,20 +109,26 @@ def _select(storage: Storage, names: list[str], step: int | None) -> list[Manife
     return [checkpoint.manifest for checkpoint in reversed(found) if checkpoint.manifest is not None]
 
 
-def _copy_intact(copies: Copies, manifests: list[Manifest], trust: Trust) -> list[str]:
-    """Copy the intact checkpoints. What was copied of a damaged one is removed."""
+def _copy_intact(copies: Copies, manifests: list[Manifest], trust: Trust, shown: str) -> list[str]:
+    """Copy checkpoints, and return their names. What was copied of a damaged one is removed; an error names them all.
+
+    Those that a run has removed since they were listed are skipped, with a message.
+    """
     copies.open_target([manifest.name for manifest in manifests if _has_begun(copies.target, manifest)])
+    copied, damaged = [], []
     with reading(copies.source, manifests[-1].name):  # retention must not remove the newest meanwhile
-        return _copy_all(copies.source, manifests, lambda name: _copy_checkpoint(copies, name, trust))
-
-
-def _copy_checkpoint(copies: Copies, name: str, trust: Trust) -> bool:
-    """Copy a checkpoint as it is now: it may have been replaced since it was listed. False if it was removed."""
-    try:
-        return _copied(copies, name, trust)
-    except DamagedError:
-        deletion.remove_uncommitted(copies.target, name)
-        raise
+        for name in [manifest.name for manifest in manifests]:
+            try:
+                if _copied(copies, name, trust):
+                    copied.append(name)
+                else:
+                    say(f"{name} is not copied: it was removed from {shown} meanwhile")
+            except DamagedError as error:
+                deletion.remove_uncommitted(copies.target, name)
+                damaged.append(one_line(str(error)))
+    if damaged:
+        raise DamagedError(f"not all of {shown} was copied: {' '.join(damaged)}")
+    return copied
 
 
 def _copied(copies: Copies, name: str, trust: Trust) -> bool:
@@ -211,16 +154,21 @@ def _verify_copy(target: Storage, name: str, trust: Trust) -> None:
 
 
 def _has_begun(target: Storage, manifest: Manifest) -> bool:
-    """Whether a copy is complete or was interrupted: the files that exist there are then the checkpoint's own."""
+    """Whether a copy is there, complete, interrupted or older: the files there are then the checkpoint's own."""
     known = catalog.find(target, manifest.name).manifest
     mark = read_marker(target, manifest.name)
-    return (known is not None and known.id == manifest.id) or (mark is not None and mark.id == manifest.id)
+    return known is not None or (mark is not None and mark.id == manifest.id)
 
 
 def _refuse_other_checkpoint(target: Storage, manifest: Manifest) -> None:
+    """Refuse to copy over another run's checkpoint. One that this run has replaced since is brought up to date."""
     known = catalog.find(target, manifest.name).manifest
-    if known is not None and known.id != manifest.id:
-        raise another_by_that_name(target, manifest.name)
+    is_older = known is not None and known.run == manifest.run and known.sequence < manifest.sequence
+    if known is not None and known.id != manifest.id and not is_older:
+        raise ConfigError(
+            f"{target.url} has another checkpoint {manifest.name!r}, which is kept as it is. Choose another "
+            "destination."
+        )
 
 
 def _refuse_other_files(target: Storage, manifest: Manifest) -> None:
@@ -232,12 +180,12 @@ def _refuse_other_files(target: Storage, manifest: Manifest) -> None:
         )
 
 
-def _copy_folder(folder: Folder, destination: Place, target: Storage) -> str:
+def _copy_folder(folder: Folder, destination: Place, target: Storage, *, over: bool) -> str:
     """Copy files as they are. On a local disk they appear together, elsewhere one by one."""
     if not folder.files:
         raise MissingError(f"there is nothing to pull at {folder.where}.")
     if isinstance(target, LocalStorage):
-        with atomic_folder(destination) as new:
+        with atomic_folder(destination, over=over) as new:
             _copy_plain_files(folder, LocalStorage(new))
     else:
         _copy_plain_files(folder, target)
@@ -339,42 +287,22 @@ def _pull_from_hub(
         found = fetched(storage.repo, [f"{top}*"] if top else None, offline) / top
     else:
         found = _checkpoint(storage.repo, top, step, offline)
-    if "://" in destination or trust.required:  # what is signed is copied by its manifest, and no file more
-        return transfer(found, destination, options=options, token=token, trust=trust)
-    target, root, names = Path(destination), found, _checkpoint_names(found)
-    if (found / FILE_NAME).is_file() and (top or step is not None):
-        target, root, names = target / found.name, found.parent, [found.name]
-    damaged = _damaged(root, names, trust)
-    if target.name in damaged and root != found:
-        raise DamagedError(f"{found.name} is damaged in {storage.url} already: {damaged[found.name]}.")
-    with _refuse_if_in_use(Path(destination)):
-        _refuse_others(root, Path(destination), [name for name in names if name not in damaged])
-        _copy_files(found, target, storage.url, without=[root / name for name in damaged])
-    if damaged:
-        said = "; ".join(f"{name} is damaged: {why}" for name, why in damaged.items())
-        raise DamagedError(f"not all of {storage.url} was copied: {said}.")
-    return str(target)
+    if not any(path.is_file() for path in found.rglob("*")):
+        raise MissingError(f"there is nothing to pull at {storage.url}.")
+    copied = transfer(found, destination, options=options, token=token, trust=trust, shown=storage.url, over=True)
+    others = _others(found) if "://" not in destination and not trust.required else None
+    if others is not None and others.files and step is None:
+        with atomic_folder(destination, over=True) as folder:
+            _copy_plain_files(others, LocalStorage(folder))
+    return copied
 
 
-def _checkpoint_names(root: Path) -> list[str]:
-    """The checkpoints in a folder, also those whose manifest is damaged; not folders with another tool's manifest."""
-    found = sorted(path.parent for path in root.glob(f"*/{FILE_NAME}"))
-    return [path.name for path in found if _manifest(path / FILE_NAME) or (path / STATE).exists()]
-
-
-def _damaged(root: Path, names: list[str], trust: Trust) -> dict[str, str]:
-    """Those that are not as their manifests say, and why."""
-    found = [verify_checkpoint(open_storage(root), name, trust) for name in names]
-    return {each.name: "; ".join(each.problems) for each in found if each.is_fault}
-
-
-def _refuse_others(root: Path, destination: Path, names: list[str]) -> None:
-    """Refuse to copy over another run's checkpoint. One that this run has replaced since is brought up to date."""
-    for name in names:
-        new, old = _manifest(root / name / FILE_NAME), _manifest(destination / name / FILE_NAME)
-        is_newer = new is not None and old is not None and new.run == old.run and new.sequence > old.sequence
-        if new is not None and old is not None and new.id != old.id and not is_newer:
-            raise another_by_that_name(open_storage(destination), name)
+def _others(folder: Path) -> Folder:
+    """The files of a repository that belong to no checkpoint in it: its card, for example."""
+    top = Folder.at(folder)
+    own = {os.path.dirname(path) for path in top.files if path.endswith(f"/{FILE_NAME}") or path == FILE_NAME}
+    rest = {path: size for path, size in top.files.items() if os.path.dirname(path) not in own}
+    return replace(top, files=rest if own else {})
 
 
 def _with_revision(repo_id: str, revision: str | None) -> str:
@@ -407,29 +335,3 @@ def _manifest(path: Path) -> Manifest | None:
             return Manifest.from_bytes(file.read(LARGEST_DOCUMENT), path.as_posix())
     except (CheckpointError, OSError):
         return None
-
-
-@contextmanager
-def _refuse_if_in_use(directory: Path) -> Iterator[None]:
-    """Hold a root, or refuse one that a run writes to: what it saved while files are copied would be lost."""
-    with ExitStack() as held:
-        if any(directory.glob(f"*/{FILE_NAME}")):
-            try:
-                held.enter_context(open_storage(directory).lock(catalog.LOCK))
-            except LockedError as error:
-                raise LockedError(
-                    f"a run writes to {directory}: {error} Pull into another folder, or wait until it has ended."
-                ) from None
-        yield
-
-
-def _copy_files(source: Path, directory: Path, where: str, without: Collection[Path] = ()) -> None:
-    files = [path for path in sorted(source.rglob("*")) if path.is_file() and path.parent not in without]
-    if not files:
-        raise MissingError(f"there is nothing to pull at {where}.")
-    with atomic_folder(directory, over=True) as folder:
-        for path in files:
-            target = folder / path.relative_to(source)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)
-    say(f"pulled {len(files)} files into {directory}")

@@ -36,7 +36,7 @@ ckpt.pull(*sys.argv[1:])
 
 _PEAK = """
 import resource, sys
-import ckpt.tools.pull, ckpt.storage.s3.objects
+import ckpt.tools.pull, ckpt.storage.clouds.s3
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 ckpt.tools.pull.pull(*sys.argv[1:])
 assert "torch" not in sys.modules
