@@ -5,6 +5,7 @@ Imports no torch: the training itself (`ckpt.cli.demo_training`) runs in process
 
 from __future__ import annotations
 
+import filecmp
 import os
 import shlex
 import shutil
@@ -16,8 +17,6 @@ import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from io import TextIOWrapper
-from itertools import pairwise
 from typing import IO
 
 import click
@@ -26,7 +25,7 @@ from ckpt.cli.ls import show_checkpoints
 from ckpt.errors import CkptError, ConfigError
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.root import catalog
-from ckpt.root.catalog import Checkpoint, name_of_step
+from ckpt.root.catalog import name_of_step
 from ckpt.storage import LocalStorage
 from ckpt.util.console import format_size, progress_bar, say
 
@@ -146,8 +145,6 @@ def _show_quoted(title: str, text: str) -> None:
         click.secho("\n".join(wrapped), dim=True)
 
 
-_LEVELS = "▁▂▃▄▅▆▇█"
-_PLOT_WIDTH = 48
 _CONTENTS = {
     "model.safetensors": "weights, as any tool reads them",
     "optimizer.safetensors": "moments, by parameter name",
@@ -172,7 +169,6 @@ def show_report(plan: Plan, straight: Run, doomed: Run, resumed: Run) -> bool:
     """Show both runs side by side, and return whether they ended bit for bit the same."""
     joined = doomed.losses | resumed.losses
     _show_losses(plan, straight.losses, joined, resumed.began)
-    _show_curves(plan, straight.losses, joined, resumed.began)
     same = show_last(plan) and straight.losses == joined
     _show_verdict(len(joined), same)
     click.echo(f"{plan.cut_off} was cut off; the new process resumed from {name_of_step(resumed.began)}.")
@@ -189,56 +185,27 @@ def _show_losses(plan: Plan, straight: Losses, joined: Losses, began: int) -> No
         click.echo(f"{step:>6}  {straight[step]:>16.8f}  {other}  {marks.get(step, '')}".rstrip())
 
 
-def _show_curves(plan: Plan, straight: Losses, joined: Losses, began: int) -> None:
-    resumed, killed = (step * _PLOT_WIDTH // len(straight) for step in (began, plan.killed_at))
-    pointers = f"{'resumed from ^':>{resumed}}{'^ killed':>{killed - resumed + 7}}"
-    click.echo(f"\n  straight through  {_curve(straight)}\n  killed, resumed   {_curve(joined)}")
-    click.echo(f"{'':<20}{pointers}")
-
-
-def _curve(losses: Losses) -> str:
-    """The losses as a line of block characters, each the mean of some steps."""
-    values = [losses[step] for step in sorted(losses)]
-    edges = [len(values) * i // _PLOT_WIDTH for i in range(_PLOT_WIDTH + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges) if b > a]
-    low, high = min(means), max(means)
-    return "".join(_LEVELS[round((mean - low) / (high - low) * (len(_LEVELS) - 1))] for mean in means)
-
-
 def show_last(plan: Plan) -> bool:
     """Show the files of the last checkpoint, and return whether both runs have the same bytes."""
-    straight, resumed = (_last(plan.folder(name)) for name in (STRAIGHT, INTERRUPTED))
-    click.echo(f"\nThe last checkpoint, {straight.name}, in both runs:\n")
-    names = sorted(_files(straight).keys() | _files(resumed).keys())
-    same = [_show_file(name, _read(straight, name), _read(resumed, name)) for name in names]
-    _show_line(FILE_NAME, os.path.getsize(f"{resumed.url}/{FILE_NAME}"), "")
-    return all(same)
+    last = catalog.list_checkpoints(plan.folder(INTERRUPTED))[0]
+    straight, resumed = (_files(plan.folder(name)) for name in (STRAIGHT, INTERRUPTED))
+    click.echo(f"\nThe last checkpoint, {last.name}, in both runs:\n")
+    same = {name: _is_same(straight.get(name), resumed.get(name)) for name in sorted(straight | resumed)}
+    for name, is_same in same.items():
+        verdict = click.style("identical", fg="green") if is_same else click.style("DIFFERENT", fg="red")
+        _show_line(name, os.path.getsize(resumed.get(name) or straight[name]), verdict)
+    _show_line(FILE_NAME, os.path.getsize(f"{last.url}/{FILE_NAME}"), "")
+    return all(same.values())
 
 
-def _last(folder: str) -> Checkpoint:
-    return catalog.list_checkpoints(folder)[0]
+def _files(folder: str) -> dict[str, str]:
+    """The paths of the last checkpoint's files by their names."""
+    last = catalog.list_checkpoints(folder)[0]
+    return {file.name: f"{last.url}/{file.path}" for file in last.manifest.files} if last.manifest else {}
 
 
-def _files(checkpoint: Checkpoint) -> dict[str, str]:
-    """The paths of a checkpoint's files by their names."""
-    assert checkpoint.manifest is not None
-    return {file.name: f"{checkpoint.url}/{file.path}" for file in checkpoint.manifest.files}
-
-
-def _read(checkpoint: Checkpoint, name: str) -> bytes | None:
-    path = _files(checkpoint).get(name)
-    if path is None:
-        return None
-    with open(path, "rb") as file:
-        return file.read()
-
-
-def _show_file(name: str, straight: bytes | None, resumed: bytes | None) -> bool:
-    same = straight == resumed
-    _show_line(
-        name, len(resumed or b""), click.style("identical", fg="green") if same else click.style("DIFFERENT", fg="red")
-    )
-    return same
+def _is_same(first: str | None, second: str | None) -> bool:
+    return first is not None and second is not None and filecmp.cmp(first, second, shallow=False)
 
 
 def _show_line(name: str, length: int, verdict: str) -> None:
@@ -280,8 +247,6 @@ def run(root: str, steps: int) -> bool:
     """Train, kill, resume, compare, and print all of it. Returns whether both runs ended bit for bit the same."""
     _check_root(root)
     plan = Plan(os.path.normpath(root), steps)
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # without UTF-8 only the curve is spoilt
     with LocalStorage(plan.root).lock(MARKER, note=_NOTE):
         _clear(plan)
         click.echo(f"A small transformer learns the text of a short story on the CPU: {steps} steps.\n")

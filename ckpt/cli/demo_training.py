@@ -34,30 +34,6 @@ _DROPOUT = 0.1
 _LEARNING_RATE = 1e-2
 
 
-class Block(nn.Module):
-    """A transformer layer: causal self-attention, then a feed-forward network."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(_WIDTH)
-        self.projection = nn.Linear(_WIDTH, 3 * _WIDTH)
-        self.output = nn.Linear(_WIDTH, _WIDTH)
-        self.feed_forward_norm = nn.LayerNorm(_WIDTH)
-        self.feed_forward = nn.Sequential(nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH))
-        self.drop = nn.Dropout(_DROPOUT)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.drop(self._attend(self.attention_norm(x)))
-        transformed: torch.Tensor = self.drop(self.feed_forward(self.feed_forward_norm(x)))
-        return x + transformed
-
-    def _attend(self, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = self.projection(x).unflatten(-1, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4)
-        heads = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        attended: torch.Tensor = self.output(heads.transpose(1, 2).flatten(2))
-        return attended
-
-
 class CharacterModel(nn.Module):
     """For every character of a text, the scores of each character to come next."""
 
@@ -65,12 +41,16 @@ class CharacterModel(nn.Module):
         super().__init__()
         self.characters = nn.Embedding(characters, _WIDTH)
         self.places = nn.Embedding(_CONTEXT, _WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(_LAYERS)))
-        self.norm = nn.LayerNorm(_WIDTH)
+        layer = nn.TransformerEncoderLayer(
+            _WIDTH, _HEADS, 4 * _WIDTH, _DROPOUT, "gelu", batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, _LAYERS, nn.LayerNorm(_WIDTH), enable_nested_tensor=False)
         self.head = nn.Linear(_WIDTH, characters)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.head(self.norm(self.blocks(self.characters(text) + self.places.weight)))
+        mask = nn.Transformer.generate_square_subsequent_mask(_CONTEXT)
+        hidden = self.layers(self.characters(text) + self.places.weight, mask, is_causal=True)
+        scores: torch.Tensor = self.head(hidden)
         return scores
 
 

@@ -10,6 +10,7 @@ import click
 from ckpt.cli.output import checkpoint_or_path, echo
 from ckpt.errors import ConfigError, StorageError
 from ckpt.tools.report.facts import RunFacts, gather
+from ckpt.tools.report.page import page
 
 if TYPE_CHECKING:
     from ckpt.tools.report.changes import Changes
@@ -53,11 +54,11 @@ def report(root: str, output: Path | None, kind: str | None, changes: bool | Non
         known = ", ".join(facts.curves) or "none"
         raise ConfigError(f"no checkpoint has a metric {', '.join(sorted(unknown))}; there are: {known}.")
     wanted = kind == HTML if changes is None else changes
-    page = _render(kind, facts, _measured(facts) if wanted else None, modes)
+    text = page(facts, _measured(facts) if wanted else None, modes, as_html=kind == HTML)
     if output is None:
-        click.echo(page, nl=False)
+        click.echo(text, nl=False)
     else:
-        _write(output, page)
+        _write(output, text)
         echo(str(output))
 
 
@@ -65,13 +66,6 @@ def _measured(facts: RunFacts) -> Changes:
     from ckpt.tools.report.changes import measure_changes
 
     return measure_changes(facts)
-
-
-def _render(kind: str, facts: RunFacts, changes: Changes | None, modes: dict[str, str]) -> str:
-    from ckpt.tools.report.html import render_html
-    from ckpt.tools.report.markdown import render_markdown
-
-    return (render_html if kind == HTML else render_markdown)(facts, changes, modes)
 
 
 def _write(output: Path, text: str) -> None:
