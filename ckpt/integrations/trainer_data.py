@@ -3,20 +3,18 @@
 A Trainer saves no position: it skips as many batches as it has trained on. That draws what a sampler, a dataset or a
 collator takes from the global generators from other states than before, and reads the first batches after a resume
 with the wrong ones. So `iter()` of its loader is answered with `manager.batches`, whatever the version of Trainer; and
-`skip_first_batches`, as the Trainer calls it while it trains, returns that same loader.
+`skip_first_batches`, as this Trainer calls it, returns that same loader.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
 from transformers import Trainer
-from transformers import trainer as trainer_module
 
 from ckpt.data import loader_info
 from ckpt.data.loader_info import MakeIterator, size_of
@@ -123,24 +121,3 @@ class TrainerData:
         if self._pass is not None:
             self._pass.close()
         self._pass = None
-
-
-@contextmanager
-def skipping_answered(data: Callable[[], TrainerData | None]) -> Iterator[None]:
-    """While the Trainer trains, its `skip_first_batches` returns the loader that is followed, which skips by itself.
-
-    Accelerate's function builds another loader, in which positions and generators are unknown. The Trainer calls it by
-    the name that its module has imported, and no method of it is in between.
-    """
-    own = trainer_module.skip_first_batches
-
-    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-        found = data()
-        ours = found is not None and found.skip(dataloader, num_batches)
-        return dataloader if ours else own(dataloader, num_batches)
-
-    trainer_module.skip_first_batches = skip_first_batches
-    try:
-        yield
-    finally:
-        trainer_module.skip_first_batches = own

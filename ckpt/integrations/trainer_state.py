@@ -9,9 +9,11 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
+import transformers
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -170,16 +172,42 @@ _MOST_BYTES = 16_000_000  # of an override's files: they are part of a checkpoin
 SUBCLASS_PART = "trainer_subclass"
 
 
-def insert_methods(trainer: Trainer, methods: Mapping[str, Callable[..., Any]]) -> None:
+def insert_methods(
+    trainer: Trainer, methods: Mapping[str, Callable[..., Any]], functions: Mapping[str, Callable[..., Any]]
+) -> None:
     """Put methods between a trainer's class and `Trainer`: overrides run, and their `super()` reaches these.
 
     The trainer gets a subclass of its own class. Methods set on the trainer itself would hide overrides instead.
+    `functions` replace those that the Trainer's methods call by a name of their module: this trainer gets copies of
+    such methods, which find them under that name. No other trainer of the process changes.
     """
     own = type(trainer)
     _warn_of_uncalled(own, methods)
-    inserted = type("CkptTrainer", (Trainer,), {name: _without_self(method) for name, method in methods.items()})
+    members: dict[str, Any] = {name: _calling(method, functions) for name, method in _callers(functions).items()}
+    members |= {name: _without_self(method) for name, method in methods.items()}
+    inserted = type("CkptTrainer", (Trainer,), members)
     described = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
     trainer.__class__ = type(own.__name__, (inserted,) if own is Trainer else (own, inserted), described)
+
+
+def _callers(functions: Mapping[str, Any]) -> dict[str, FunctionType]:
+    """The methods of Trainer that call one of these functions. Those without any would leave the data to chance."""
+    methods = {name: method for name, method in vars(Trainer).items() if isinstance(method, FunctionType)}
+    found = {name: method for name, method in methods.items() if functions.keys() & {*method.__code__.co_names}}
+    uncalled = functions.keys() - {name for method in found.values() for name in method.__code__.co_names}
+    if uncalled:
+        raise ConfigError(
+            f"no method of the Trainer of transformers {transformers.__version__} calls {', '.join(sorted(uncalled))}, "
+            "so CkptCallback cannot take it to its place. It works with 4.56 and newer, and was tried up to 5.22."
+        )
+    return found
+
+
+def _calling(method: FunctionType, functions: Mapping[str, Any]) -> FunctionType:
+    names = {**method.__globals__, **functions}
+    copied = FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
+    copied.__kwdefaults__ = method.__kwdefaults__
+    return copied
 
 
 def _without_self(method: Callable[..., Any]) -> Callable[..., Any]:

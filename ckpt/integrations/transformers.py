@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
-import transformers.trainer
+from accelerate import skip_first_batches
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
@@ -27,7 +27,7 @@ from ckpt.compat.transformers import (
 )
 from ckpt.errors import ConfigError, MissingError, Preempted
 from ckpt.export.load_model import load_checkpoint_model
-from ckpt.integrations.trainer_data import TrainerData, skipping_answered
+from ckpt.integrations.trainer_data import TrainerData
 from ckpt.integrations.trainer_push import TrainerPush
 from ckpt.integrations.trainer_resume import ResumeSource
 from ckpt.integrations.trainer_state import (
@@ -47,6 +47,8 @@ from ckpt.state import rng
 from ckpt.state.objects import KINDS
 from ckpt.storage import Storage
 from ckpt.util.option_values import names_of, refuse_unknown
+
+T = TypeVar("T", bound=Trainer)
 
 
 def trained_model(trainer: Trainer) -> nn.Module:
@@ -72,22 +74,10 @@ def managed_objects(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def engine_loaded_elsewhere(trainer: Trainer) -> Iterator[None]:
-    """Leave a Trainer's engine to `CkptCallback`: Trainer would load DeepSpeed's own files by a function."""
-    own = transformers.trainer.deepspeed_load_checkpoint
-
-    def load(engine: Any, *given: Any, **named: Any) -> None:
-        if engine is not trainer.model_wrapped:
-            own(engine, *given, **named)
-
-    transformers.trainer.deepspeed_load_checkpoint = load
-    try:
-        yield
-    finally:
-        transformers.trainer.deepspeed_load_checkpoint = own
-
-
+_NOT_ATTACHED = (
+    "a callback is not told which Trainer has it. Leave CkptCallback out of callbacks=[...], and attach it: "
+    "trainer = CkptCallback(root).attach(Trainer(...))."
+)
 _DECIDED_ELSEWHERE = {"root", "save_every", "accelerator", *KINDS}  # by the Trainer and its arguments
 
 
@@ -116,24 +106,14 @@ def refuse_unsupported(trainer: Trainer, methods: Collection[str]) -> None:
         )
 
 
-def calling_trainer() -> Trainer:
-    """The Trainer that is being built: it calls its callbacks without passing itself."""
-    frame = inspect.currentframe()
-    while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
-        frame = frame.f_back
-    assert frame is not None
-    return frame.f_locals["self"]
-
-
 class CkptCallback(TrainerCallback):  # type: ignore[misc]
     """Lets a Trainer save and resume through ckpt: atomically, verified, and while training continues.
 
-        trainer = Trainer(model, args, callbacks=[CkptCallback("runs/mrpc")], train_dataset=data)
+        trainer = CkptCallback("runs/mrpc").attach(Trainer(model, args, train_dataset=data))
         trainer.train(resume_from_checkpoint=True)      # the newest intact checkpoint, or a fresh start
 
     When to save and what to keep is set by the Trainer's arguments as usual: `save_strategy`, `save_steps`,
-    `save_total_limit`, `load_best_model_at_end`. The Trainer writes no checkpoints of its own. For a trainer that is
-    built already: `CkptCallback("runs/mrpc").attach(trainer)`.
+    `save_total_limit`, `load_best_model_at_end`. The Trainer writes no checkpoints of its own.
 
     `resume_from_checkpoint` may also be the name of a checkpoint, or a folder that a Trainer without this callback
     wrote. As long as the root has no checkpoint, True means the last of those folders in `output_dir`.
@@ -160,8 +140,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         self._told_to_stop = False
         self._rng_is_due = False  # of a checkpoint that was loaded
 
-    def attach(self, trainer: Trainer) -> None:
-        """Save and resume this trainer through ckpt."""
+    def attach(self, trainer: T) -> T:
+        """Save and resume this trainer through ckpt, and return it."""
         around = {
             "train": self._train,
             "training_step": self._training_step,
@@ -175,27 +155,28 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             LOAD_OPTIMIZER.name: self._unless_ours(LOAD_OPTIMIZER, self._load),
             LOAD_BEST.name: self._restore_best,
         }
+        called: dict[str, Callable[..., Any]] = {
+            "skip_first_batches": self._skip_first_batches,
+            "deepspeed_load_checkpoint": self._load_engine,
+        }
         refuse_unsupported(trainer, around.keys() | beneath.keys())
         self._push = TrainerPush(trainer)
         self._trainer = trainer
         self._own = {name: getattr(trainer, name) for name in around}
-        insert_methods(trainer, beneath)
+        insert_methods(trainer, beneath, called)
         for name, method in around.items():
             setattr(trainer, name, method)
-        if self not in trainer.callback_handler.callbacks:
-            trainer.add_callback(self)
+        trainer.add_callback(self)
+        return trainer
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.attach(calling_trainer())
+        raise ConfigError(_NOT_ATTACHED)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self._trainer is None:
-            raise ConfigError(
-                "CkptCallback was added to a Trainer that was built already, and a callback cannot know which. Give it "
-                "as Trainer(callbacks=[...]), or call CkptCallback(...).attach(trainer)."
-            )
+            raise ConfigError(_NOT_ATTACHED)
         if self._source.name is None:
             self._open().resume()
         elif self._manager is None:
@@ -243,9 +224,6 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             stack.push(self._close)
             output_dir = self._trainer.args.output_dir
             resume = self._source.choose(resume_from_checkpoint or None, output_dir, stack)
-            stack.enter_context(skipping_answered(lambda: self._data))
-            if self._source.name is not None and self._trainer.is_deepspeed_enabled:
-                stack.enter_context(engine_loaded_elsewhere(self._trainer))
             output = self._own["train"](resume, trial, *others, **named)
         if self._told_to_stop:
             raise Preempted(EXIT_STATUS)
@@ -331,6 +309,17 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
                 self._prepare_save()
                 session.save_to_memory()
         return result
+
+    def _skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """In place of Accelerate's function, which builds another loader, in which positions and generators are
+        unknown: the loader that is followed skips by itself."""
+        ours = self._data is not None and self._data.skip(dataloader, num_batches)
+        return dataloader if ours else skip_first_batches(dataloader, num_batches)
+
+    def _load_engine(self, engine: Any, *given: Any, **named: Any) -> None:
+        """In place of transformers' function, which loads DeepSpeed's own files. `_load` loads what the root has."""
+        if self._source.name is None:
+            deepspeed_load_checkpoint(engine, *given, **named)
 
     def _name_the_best(self, state: TrainerState) -> None:
         best = catalog.name_of_step(state.best_global_step or 0)

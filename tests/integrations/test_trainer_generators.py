@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset, RandomSampler
 
 import ckpt
 from tests.helpers.training import exact
-from tests.integrations.test_transformers import interrupting, kept, logged
+from tests.integrations.test_transformers import interrupting, kept, logged, with_callbacks
 
 SAMPLES, WORDS = 24, 30
 SAVED_AT = (5, 6)  # in the middle of the second epoch of three steps, and at its end
@@ -88,7 +88,7 @@ def trainer(folder: Path, *callbacks: Any, data: Any, sampler: Any = None, **arg
         "use_cpu": True,
     }
     args = TrainingArguments(str(folder / "output"), **{**usual, **arguments})
-    built = Recording(masked_model(), args, callbacks=list(callbacks), train_dataset=data, data_collator=masking())
+    built = with_callbacks(Recording(masked_model(), args, train_dataset=data, data_collator=masking()), callbacks)
     built.seen = []
     return built
 

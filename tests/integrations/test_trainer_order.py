@@ -17,7 +17,7 @@ from tests.data.test_repartition import flat
 from tests.helpers.processes import run_ranks
 from tests.helpers.seaweed import KEY, SECRET, Server
 from tests.helpers.training import exact
-from tests.integrations.test_transformers import classifier, interrupting, kept
+from tests.integrations.test_transformers import classifier, interrupting, kept, with_callbacks
 
 SAMPLES = 64
 PER_EPOCH = 16
@@ -79,7 +79,7 @@ def trainer(folder: Path, *callbacks: Any, sampler: Any = None, **arguments: Any
         "use_cpu": True,
     }
     args = TrainingArguments(str(folder / "output"), **{**usual, **arguments})
-    built = Recording(classifier(), args, callbacks=list(callbacks), train_dataset=Ragged(), data_collator=collate)
+    built = with_callbacks(Recording(classifier(), args, train_dataset=Ragged(), data_collator=collate), callbacks)
     built.seen = []
     return built
 

@@ -15,6 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import ckpt
 from ckpt.errors import ConfigError
 from ckpt.integrations.transformers import CkptCallback
+from tests.integrations.test_transformers import with_callbacks
 
 
 class Net(nn.Module):
@@ -63,7 +64,7 @@ def build(kind: type[Trainer], folder: Path, *callbacks: Any, **options: Any) ->
     )  # fmt: skip
     data = [{"x": torch.tensor([1.0, float(number)])} for number in range(8)]
     ours = CkptCallback(folder / "root", **options)
-    return kind(Net(), args, callbacks=[ours, *callbacks], train_dataset=data)
+    return with_callbacks(kind(Net(), args, train_dataset=data), [ours, *callbacks])
 
 
 @pytest.mark.parametrize("options", [{}, {"memory": 1}], ids=["from the root", "from memory"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,18 @@ def trainer(folder: Path, *callbacks: Any, world_size: int = 1, **arguments: Any
     }
     args = TrainingArguments(str(folder / "output"), **{**usual, **arguments})
     data = {"train_dataset": Sentences(56), "eval_dataset": Sentences(16)}
-    return Trainer(classifier(), args, callbacks=list(callbacks), **data)
+    return with_callbacks(Trainer(classifier(), args, **data), callbacks)
+
+
+def with_callbacks(built: Any, callbacks: Iterable[Any]) -> Any:
+    from ckpt.integrations.transformers import CkptCallback
+
+    for callback in callbacks:
+        if isinstance(callback, CkptCallback):
+            callback.attach(built)
+        else:
+            built.add_callback(callback)
+    return built
 
 
 def kept(root: Path | str, **options: Any) -> Any:
@@ -334,15 +346,27 @@ def test_a_fresh_start_where_checkpoints_are_is_refused_before_training(tmp_path
     assert run.state.global_step == 0
 
 
-def test_a_built_trainer_is_attached_to_and_a_callback_that_was_only_added_says_so(tmp_path: Path) -> None:
+def test_a_callback_that_was_not_attached_says_so(tmp_path: Path) -> None:
+    from transformers import Trainer
+
     run = trainer(tmp_path, max_steps=3)
+    with pytest.raises(ckpt.ConfigError, match=r"CkptCallback\(root\)\.attach\(Trainer\(\.\.\.\)\)"):
+        Trainer(run.model, run.args, callbacks=[kept(tmp_path / "root")])
     run.add_callback(kept(tmp_path / "root"))
-    with pytest.raises(ckpt.ConfigError, match=r"attach\(trainer\)"):
+    with pytest.raises(ckpt.ConfigError, match=r"attach\(Trainer"):
         run.train()
-    other = trainer(tmp_path, max_steps=3)
-    kept(tmp_path / "root").attach(other)
-    other.train()
-    assert names(tmp_path / "root") == ["step-00000003"]
+
+
+def test_no_name_of_transformers_is_replaced_for_other_trainers(tmp_path: Path) -> None:
+    import transformers
+
+    before, other = dict(vars(transformers.trainer)), dict(vars(transformers.Trainer))
+    run = trainer(tmp_path, kept(tmp_path / "root"), interrupting(2))
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert dict(vars(transformers.trainer)) == before
+    assert dict(vars(transformers.Trainer)) == other
+    assert isinstance(run, transformers.Trainer)
 
 
 def test_options_that_are_the_arguments_to_say_are_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 import ckpt
 from tests.helpers.processes import run_ranks, seed_everything
 from tests.helpers.training import exact
-from tests.integrations.test_transformers import kept, logged, signalling
+from tests.integrations.test_transformers import kept, logged, signalling, with_callbacks
 
 pytest.importorskip("trl")
 
@@ -57,7 +57,7 @@ def reward(completions: list[str], **kwargs: Any) -> list[float]:
     return [float(len(set(completion.split()))) for completion in completions]
 
 
-def trainer(kind: str, folder: Path, *callbacks: Any) -> Any:
+def trainer(kind: str, folder: Path) -> Any:
     import trl
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
@@ -79,7 +79,7 @@ def trainer(kind: str, folder: Path, *callbacks: Any) -> Any:
     }
     synced = {"sync_ref_model": True, "ref_model_sync_steps": 2, "beta": 0.1}
     prompts = [sentence(number, 4) for number in range(20)]
-    common = {"callbacks": list(callbacks), "processing_class": tokenizer()}
+    common = {"processing_class": tokenizer()}
     if kind == "SFT":
         data = Dataset.from_dict({"text": [sentence(number, 3 + number % 5) for number in range(20)]})
         return trl.SFTTrainer(model, trl.SFTConfig(**usual), train_dataset=data, **common)
@@ -96,7 +96,7 @@ def trainer(kind: str, folder: Path, *callbacks: Any) -> Any:
 def train(rank: int, kind: str, folder: str, killed_at: int) -> None:
     os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TRL_EXPERIMENTAL_SILENCE="1")
     ours = kept(Path(folder, "root"), saving=ckpt.SaveOptions(background=False))
-    run = trainer(kind, Path(folder), ours, signalling(killed_at, signal.SIGKILL))
+    run = with_callbacks(trainer(kind, Path(folder)), [ours, signalling(killed_at, signal.SIGKILL)])
     run.train(resume_from_checkpoint=True)
     lines = [{key: value for key, value in line.items() if "time" not in key} for line in logged(run.state.log_history)]
     Path(folder, "log").write_text(json.dumps(lines, sort_keys=True, indent=1))
