@@ -348,6 +348,16 @@ class StateManager:
             say(f"no checkpoint in {self.url}: starting afresh")
         return restored
 
+    def fingerprint(self) -> dict[str, str]:
+        """128 bits of each part of the state as it is now, in hexadecimal, by the part's name.
+
+        Two runs with the same fingerprints at a step have been the same up to it, bit for bit: log them, or compare
+        them in a test of your training loop. `"rng"` is the random number generators of this rank, `"data"` its
+        position in the data. Tensors are hashed where they are, on a GPU in milliseconds. Of sharded parts it is the
+        shards of this rank, so compare the same rank of as many ranks. No rank waits for another.
+        """
+        return self._session.fingerprint()
+
     def rewind_rng(self) -> None:
         """Put the generators back once more as the last load did: for loops that find their place in the data alone,
         and draw numbers on the way."""

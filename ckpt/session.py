@@ -385,6 +385,13 @@ class Session:
             }
             return capture.capture(self.registry.parts.values(), own, rank_state | self.registry.values.to_save())
 
+    def fingerprint(self) -> dict[str, str]:
+        """The fingerprint of every part of the state on this rank: see `fingerprint` of the manager."""
+        self.require_usable("fingerprint()")
+        self.registry.refresh()
+        capture = StateCapture(self.ranks, "auto", self.saver.root.hosts, compares=False)
+        return self._captured(capture, self.source.state()).encode().part_fingerprints()
+
     def load(self, name: str | None, *, strict: bool) -> Restored | None:
         """Load a checkpoint: the one by that name, or the newest that is intact; None if there is none."""
         self.saver.owner.require("load_state()")

@@ -10,7 +10,7 @@ from tests import weight
 
 PRIVATE_NAMES = 40
 ARGUMENTS = 15
-MODULES = 220
+MODULES = 221
 CROSSED = {"save": 50, "resume": 58, "steps": 17}
 
 

@@ -14,13 +14,14 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 
 from ckpt.errors import CkptError, ConfigError, RanksError, UnsupportedError
+from ckpt.formats.fingerprint import fingerprints
 from ckpt.formats.layout import Layout, among
 from ckpt.formats.native import documents, tensor_file
 from ckpt.formats.native.documents import Substitute, refuse
@@ -31,8 +32,7 @@ from ckpt.formats.sharded_tensors import ShardOutline, is_sharded, local_tensor,
 from ckpt.formats.tensors import FilePlan, PartState, Shard, Unsharded
 from ckpt.ranks.consensus import MAIN, Ranks
 from ckpt.ranks.hosts import Hosts
-from ckpt.root.catalog import own_key, spread_file, whole_file
-from ckpt.save.checksums import fingerprints
+from ckpt.root.catalog import own_key, part_of, spread_file, whole_file
 from ckpt.save.snapshot.tensor_copies import Leaves, TensorCopies
 from ckpt.state.model import ModelPart
 from ckpt.state.parts import Part, Replication
@@ -59,7 +59,7 @@ class ReplicaTensors:
     @cached_property
     def stored(self) -> list[str]:
         """The names of tensors that have bytes of their own in the file, in the file's order."""
-        return [content[0] for content in self.file.contents or () if isinstance(content, tuple)]
+        return [name for name, _ in _tensors_in(self.file)]
 
     @cached_property
     def views(self) -> dict[str, View]:
@@ -152,7 +152,7 @@ class CapturedState:
     writes_common: bool = True  # whether this rank writes what all ranks have in common
     guarantees: Mapping[str, Replication] = field(default_factory=dict)
     trusted: bool = True  # what should be equal on several ranks always was
-    fingerprints: Mapping[str, Callable[[], dict[str, str]]] = field(default_factory=dict)  # of what should be equal
+    fingerprints: Callable[[], Mapping[tuple[str, str], str]] = dict  # by part and name, of what ranks compare
     replicas: Mapping[str, ReplicaTensors] = field(default_factory=dict)
     diverged_files: Sequence[FilePlan] = ()  # with the replicas that differ from what another rank writes
     differs: Mapping[str, Any] = field(default_factory=dict)  # on the main rank, by part: what differs, on which ranks
@@ -206,8 +206,7 @@ class CapturedState:
     @cached_property
     def devices(self) -> frozenset[torch.device]:
         """The accelerators on which some of it lies."""
-        contents = [content for file in self.snapshot_files for content in file.contents or ()]
-        written = {content[1].device for content in contents if isinstance(content, tuple)}
+        written = {tensor.device for file in self.snapshot_files for _, tensor in _tensors_in(file)}
         gathered = {tensor.device for part in self.gathered.values() for tensor in part.tensors.values()}
         return frozenset(device for device in written | gathered if device.type not in ("cpu", "meta"))
 
@@ -228,21 +227,52 @@ class CapturedState:
         replicated = not self.trusted and part.table.tensors[name].layout.copies > 1
         return replicated or on_part_of_mesh(part.tensors[name], part.members)
 
-    def should_be_equal(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """By part, what other ranks must have alike: plain tensors that are kept equal, and this rank's shards of
-        tensors that a dimension of their mesh replicates."""
+    @property
+    def compared(self) -> dict[tuple[str, str], torch.Tensor]:
+        """By part and name, all that ranks compare: what should be equal, and what may differ."""
+        found = {(key, name): tensor for key, name, tensor in self._may_be_other()}
         for key, part in self.parts.items():
             is_equal = self.guarantees[key].is_equal
-            yield key, {name: shard.tensor for name, shard in part.tensors.items() if is_equal(name)}
+            found |= {(key, name): shard.tensor for name, shard in part.tensors.items() if is_equal(name)}
         for key, state in self._divided.items():
-            is_equal, found = self.guarantees[key].is_equal, dict[str, torch.Tensor]()
+            is_equal = self.guarantees[key].is_equal
             for name, spec in state.table.tensors.items():
                 tensor = state.tensors[name]
                 if not is_sharded(tensor):
-                    found |= {name: tensor} if is_equal(name) else {}
+                    found |= {(key, name): tensor} if is_equal(name) else {}
                 elif spec.layout.copies > 1 and spec.layout.holds(self.rank) and not self._may_differ(state, name):
-                    found[name] = local_tensor(tensor)
-            yield key, found
+                    found[key, name] = local_tensor(tensor)
+        return found
+
+    def part_fingerprints(self) -> dict[str, str]:
+        """By part, one of its values and of all tensors that this rank holds; and of what else is this rank's."""
+        states: dict[str, PartState | ShardedState] = {**self.parts, **self._divided, **self.rank_parts}
+        tensors = {(key, name): tensor for key, state in states.items() for name, tensor in _local_tensors(state)}
+        found = fingerprints(tensors)()
+        rows: dict[str, list[Any]] = {key: [state.kind, state.values] for key, state in states.items()}
+        for (key, name), tensor in tensors.items():
+            rows[key].append([name, tensor_file.dtype_name(tensor.dtype), list(tensor.shape), found[key, name]])
+        values = self.rank_values["state"]
+        rows |= {"rng": [values["rng"], values["generators"]], "data": [values["loaders"]]}
+        rows |= {"values": [values["values"]]} if "values" in values else {}
+        return {key: digest(documents.to_json(row)) for key, row in rows.items()}
+
+    def _may_be_other(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """What is uncertain: in the files that this rank writes, in its replicas, and in what is gathered."""
+        compared = {*self.parts, *self._divided}
+        for file in self.files:
+            key = part_of(file.path)
+            if key in compared:
+                is_uncertain = self.is_uncertain(key)
+                yield from ((key, name, tensor) for name, tensor in _tensors_in(file) if is_uncertain(name))
+        for key, replicas in self.replicas.items():
+            yield from ((key, name, tensor) for name, tensor in _tensors_in(replicas.file))
+        for key, part in self.gathered.items():
+            is_uncertain = self.is_uncertain(key)
+            for name in part.table.tensors:
+                if is_uncertain(name):
+                    tensor = part.tensors[name]
+                    yield key, name, local_tensor(tensor) if is_sharded(tensor) else tensor
 
     @property
     def _divided(self) -> dict[str, ShardedState]:
@@ -284,6 +314,16 @@ class CapturedState:
             if key in values:
                 values[key]["differs"] = differs
         return values
+
+
+def _tensors_in(file: FilePlan) -> Iterator[tuple[str, torch.Tensor]]:
+    return (content for content in file.contents or () if isinstance(content, tuple))
+
+
+def _local_tensors(part: PartState | ShardedState) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, held in sorted(part.tensors.items()):
+        tensor = held.tensor if isinstance(held, Shard) else held
+        yield name, local_tensor(tensor) if is_sharded(tensor) else tensor
 
 
 def part_values(parts: Mapping[str, PartState | ShardedState]) -> dict[str, Any]:
@@ -513,47 +553,21 @@ def _encoded(part: LivePart, substitute: Substitute | None, problems: list[str])
 
 def _with_known_fingerprints(state: CapturedState) -> CapturedState:
     """Wait for them: the copies that they are of may be released before somebody asks for them."""
-    for read in state.fingerprints.values():
-        read()
+    state.fingerprints()
     return state
 
 
 @dataclass
 class ComparisonHistory:
-    """The same on every rank. What should be equal is compared in full at its first save, and by turns from then on.
+    """The same on every rank. Once some of what should be equal has differed, each rank keeps its own."""
 
-    Once some of it has differed, no rank trusts in it any more: all of it is compared in full at every save, and each
-    rank keeps its own.
-    """
-
-    turn: int = 0  # counts the captures, which all ranks make together
     trusted: bool = True
-    equal: dict[str, set[str]] = field(default_factory=dict)  # by part: tensors that were compared in full
     reported: set[str] = field(default_factory=set)  # parts whose differences have been logged
-
-    def fingerprints(self, captured: CapturedState, turn: int) -> dict[str, Callable[[], dict[str, str]]]:
-        """Those of what should be equal: in full where it is new, else those of this turn."""
-        readers: dict[str, Callable[[], dict[str, str]]] = {}
-        for key, tensors in captured.should_be_equal():
-            known = self.equal.get(key, set())
-            first = fingerprints({name: tensor for name, tensor in tensors.items() if name not in known})
-            again = fingerprints({name: tensor for name, tensor in tensors.items() if name in known}, turn)
-            readers[key] = _both(first, again)
-        return readers
 
     def distrust(self) -> None:
         """Some of what should be equal differs."""
         self.trusted = False
         self.reported.clear()  # what differs now is more than was logged
-
-    def record_equal(self, captured: CapturedState) -> None:
-        """The ranks have compared what should be equal."""
-        for key, read in captured.fingerprints.items():
-            self.equal.setdefault(key, set()).update(read())
-
-
-def _both(one: Callable[[], dict[str, str]], other: Callable[[], dict[str, str]]) -> Callable[[], dict[str, str]]:
-    return cache(lambda: one() | other())
 
 
 @dataclass
@@ -564,15 +578,15 @@ class StateCapture:
     layout: str = "auto"
     hosts: Hosts = field(default_factory=Hosts)
     compared: ComparisonHistory = field(default_factory=ComparisonHistory)
+    compares: bool = True  # with the other ranks
     _guarantees: dict[str, Replication] = field(default_factory=dict)
-    _turn: int = 0
     _trusted: bool = True
 
     def capture(
         self, parts: Iterable[Part], rank_parts: Mapping[str, Part], rank_state: Mapping[str, Any]
     ) -> LiveState:
         """The state of parts that all ranks have, of parts that are this rank's alone, and values of this rank."""
-        self._turn, self._trusted = self.compared.turn, self.compared.trusted  # later saves may change them meanwhile
+        self._trusted = self.compared.trusted  # a later save may change it meanwhile
         parts = list(parts)
         known = ("loaders", "generators", "values", "source")
         has_none = not (parts or rank_parts or any(rank_state.get(key) for key in known))
@@ -607,10 +621,10 @@ class StateCapture:
 
     def _compared(self, captured: CapturedState) -> CapturedState:
         """With what the ranks need to compare what they hold."""
-        if self.ranks.world_size == 1:
+        if self.ranks.world_size == 1 or not self.compares:
             return captured
-        replicas = self._replicas(captured)
-        return replace(captured, replicas=replicas, fingerprints=self.compared.fingerprints(captured, self._turn))
+        captured = replace(captured, replicas=self._replicas(captured))
+        return replace(captured, fingerprints=fingerprints(captured.compared))
 
     def _replicas(self, captured: CapturedState) -> dict[str, ReplicaTensors]:
         """What this rank may hold with other bytes than the rank that writes it. Nothing is copied here."""

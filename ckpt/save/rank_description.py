@@ -16,11 +16,9 @@ from ckpt.formats.native import documents, tensor_file
 from ckpt.formats.native.manifest import digest
 from ckpt.formats.native.manifest import digest as digest_of
 from ckpt.formats.native.shard_table import ShardedState
-from ckpt.formats.sharded_tensors import is_sharded, local_tensor, own_layout
-from ckpt.formats.tensors import FilePlan, PartState
-from ckpt.root.catalog import part_of
+from ckpt.formats.sharded_tensors import is_sharded, own_layout
+from ckpt.formats.tensors import PartState
 from ckpt.save.capture import CapturedState
-from ckpt.save.checksums import checksum, checksums
 
 TIED = "tied"  # in place of a checksum: the bytes are another tensor's
 _FIELDS = ("sums", "pieces")  # of a part: checksums by name
@@ -28,10 +26,9 @@ _FIELDS = ("sums", "pieces")  # of a part: checksums by name
 
 @dataclass
 class RankDescription:
-    """The state of a rank as checksums, shapes and layouts. `snapshot`: the files of its snapshot, if there is one."""
+    """The state of a rank as fingerprints, shapes and layouts."""
 
     captured: CapturedState
-    snapshot: Mapping[str, FilePlan]
 
     @property
     def outline(self) -> dict[str, Any]:
@@ -92,26 +89,13 @@ class RankDescription:
         return plain, {name: value for name, value in found.items() if name not in plain}
 
     def _checksums(self, key: str) -> dict[str, str]:
-        """Of all that is uncertain, and of what should be equal."""
-        read = self.captured.fingerprints.get(key)
-        return {**self._uncertain[key], **(read() if read else {})}
+        return self._fingerprints.get(key, {})
 
     @cached_property
-    def _uncertain(self) -> dict[str, dict[str, str]]:
-        """By part, the checksums of all that is uncertain: in the files that this rank writes, and in its replicas."""
-        found: dict[str, dict[str, str]] = {key: {} for key in (*self.captured.parts, *self._sharded)}
-        for file in self.captured.files:
-            key = part_of(file.path)
-            if key in found:
-                found[key] |= checksums(file, self.snapshot.get(file.path), self.captured.is_uncertain(key))
-        for key, replicas in self.captured.replicas.items():
-            found[key] |= checksums(replicas.file, self.snapshot.get(replicas.path), lambda _: True)
-        for key, part in self.captured.gathered.items():  # not in a snapshot: training waits while they are gathered
-            is_uncertain = self.captured.is_uncertain(key)
-            for name in part.table.tensors:
-                if is_uncertain(name) and name not in found[key]:
-                    tensor = part.tensors[name]
-                    found[key][name] = checksum(local_tensor(tensor) if is_sharded(tensor) else tensor)
+    def _fingerprints(self) -> dict[str, dict[str, str]]:
+        found: dict[str, dict[str, str]] = {}
+        for (key, name), value in self.captured.fingerprints().items():
+            found.setdefault(key, {})[name] = value
         return found
 
     def _pieces(self) -> Iterable[tuple[dict[str, Any], dict[str, str]]]:

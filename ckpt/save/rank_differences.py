@@ -23,7 +23,6 @@ from ckpt.formats.native import tensor_file
 from ckpt.formats.native.shard_table import EVERY, ShardSpec, ShardTable, balanced, disagreements
 from ckpt.ranks.consensus import MAIN
 from ckpt.ranks.store_and_heartbeats import format_ranks
-from ckpt.save.checksums import differ
 from ckpt.save.rank_description import TIED
 from ckpt.shown import Lines
 from ckpt.state import division
@@ -174,7 +173,7 @@ class Verdict:
         writer = self._writer_of(rank, key, entry)
         if self._tables[writer].get(key, ShardTable({})).tensors.get(name) != entry:
             return True
-        return differ(self._checksum(rank, key, name), self._checksum(writer, key, name))
+        return _differ(self._checksum(rank, key, name), self._checksum(writer, key, name))
 
     def _writer_of(self, rank: int, key: str, entry: ShardSpec) -> int:
         """The rank that writes the bytes which this rank will read."""
@@ -227,10 +226,15 @@ class Verdict:
         return None if entry.layout.is_replicated else entry.layout
 
 
+def _differ(one: str | None, other: str | None) -> bool:
+    """Whether two fingerprints show that tensors differ. Without one of them nothing is known."""
+    return one is not None and other is not None and one != other
+
+
 def _is_other(mine: list[Any], theirs: list[Any] | None) -> bool:
     if theirs is None or mine[:2] != theirs[:2]:
         return True
-    return differ(mine[2], theirs[2])
+    return _differ(mine[2], theirs[2])
 
 
 def _dtype_and_shape(entry: ShardSpec | None) -> str:
@@ -307,7 +311,7 @@ class Held:
     def is_like(self, other: Held) -> bool:
         """Whether this is the same tensor, or a copy of the same shard, as far as checksums are known."""
         same = (self.dtype, self.shape) == (other.dtype, other.shape)
-        return same and not differ(self.checksum, other.checksum)
+        return same and not _differ(self.checksum, other.checksum)
 
 
 @dataclass

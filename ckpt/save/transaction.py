@@ -178,7 +178,7 @@ class SaveTransaction:
 
     def capture(self) -> None:
         """Capture the state as it is now."""
-        self.number, self.compared.turn = self.root.reserve(), self.compared.turn + 1
+        self.number = self.root.reserve()
         self._live = Result.capture(self.request.capture)
 
     def take_snapshot(self, *, wanted: bool) -> None:
@@ -232,8 +232,6 @@ class SaveTransaction:
         plan = self._agree(self.captured.then(self._proposal), self._plan)
         if plan is None:
             plan = self._save_differences()
-        elif self.captured.value is not None:
-            self.compared.record_equal(self.captured.value)
         begun = self._begun(Attempt(**plan["attempt"]), plan)
         written = Result.capture(lambda: self._write(begun, plan["unread"]))
         done = self._agree(written, lambda files: self._commit(begun, files), " (files written)")
@@ -275,7 +273,7 @@ class SaveTransaction:
 
     def _described(self, captured: CapturedState) -> RankDescription:
         if self._description is None:
-            self._description = RankDescription(captured, self._snapshot_files)
+            self._description = RankDescription(captured)
         return self._description
 
     def _save_differences(self) -> dict[str, Any]:
@@ -304,7 +302,6 @@ class SaveTransaction:
         proposal = self.captured.then(lambda state: self._proposal(state, compare=False))
         plan = self._agree(proposal, self._plan, " (differences saved)")
         assert plan is not None  # nothing is compared any more
-        self.compared.record_equal(captured)
         return plan
 
     def _capture_again(self) -> dict[str, Any]:
