@@ -12,7 +12,10 @@ import itertools
 import logging
 import os
 import random
+import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -36,7 +39,11 @@ os.environ.setdefault("CKPT_MEMORY_KEEPER", "off")  # a process that outlives a 
 for handler in logging.getLogger("ckpt").handlers:
     if isinstance(handler, ConsoleHandler):
         handler.pid = -1  # tests read standard error: ckpt prints there, though pytest collects the log
+if os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 4 << 30:
+    # a save waits a dozen times for a disk: most of the time of a test in one process. Tests about disks are `on_disk`
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 ON_S3 = os.environ.get("CKPT_ROOT") == "s3"
+_ALL_SLOW = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.MULTILINE)
 _numbers = itertools.count()
 
 
@@ -47,6 +54,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get("CI") == "true" and not ON_S3 and not hasattr(config, "workerinput"):
         config.pluginmanager.register(ExpectedSkips())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where slow tests are left out, do not even import a module that is all slow: its libraries take seconds."""
+    left_out = "not slow" in config.getoption("markexpr") and collection_path.name.startswith("test_")
+    return True if left_out and _ALL_SLOW.search(collection_path.read_text()) else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -116,9 +129,27 @@ def new_root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture
-def root(request: pytest.FixtureRequest, new_root: Callable[[], Place]) -> Place:
+def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """pytest's, in memory where there is room, unless a test is marked `on_disk`."""
+    if request.node.get_closest_marker("on_disk") is None:
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        yield Path(folder).resolve()
+
+
+@pytest.fixture
+def root(request: pytest.FixtureRequest, new_root: Callable[[], Place]) -> Iterator[Place]:
     """An empty root."""
-    return Prefix(request.getfixturevalue("s3")) if getattr(request, "param", "") == "s3" else new_root()
+    if getattr(request, "param", "") == "s3":
+        yield Prefix(request.getfixturevalue("s3"))
+    elif request.node.get_closest_marker("on_disk"):
+        yield Folder(request.getfixturevalue("tmp_path")) / "root"
+    else:
+        place = new_root()
+        yield place
+        if isinstance(place, Folder):  # memory is scarcer than a disk
+            shutil.rmtree(place.parent, ignore_errors=True)
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-
 import pytest
 
 from tests import weight
@@ -58,7 +56,7 @@ def test_a_save_a_resume_and_a_step_cross_no_more_modules() -> None:
     ],
 )
 def test_private_names_of_others_are_seen(code: str, names: list[str]) -> None:
-    uses = weight.foreign_private_names({"ckpt/x.py": ast.parse(code)})
+    uses = weight.foreign_private_names({"ckpt/x.py": weight.nodes(code)})
     assert [use.name for use in uses] == names
 
 

@@ -33,14 +33,25 @@ IN_FILES = {  # keys in files that others wrote, never attributes of objects
     "_num_yielded", "_snapshot", "_snapshot_step", "_steps_since_snapshot", "_iterator_finished", "_worker_snapshots",
     "_schedulers", "_growth_tracker",
 }  # fmt: skip
+_LOOKED_AT = (
+    ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Name, ast.Attribute, ast.Constant, ast.Call, ast.Assign,
+    ast.Import, ast.ImportFrom,
+)  # fmt: skip
+
+
+Sources = dict[str, list[ast.AST]]
 
 
 @cache
-def sources() -> dict[str, ast.Module]:
-    """Every module of the library, parsed, by its path in the repository."""
+def sources() -> Sources:
+    """What every module of the library is made of, by its path in the repository."""
     paths = (path for package in PACKAGES for path in sorted((HOME / package).rglob("*.py")))
     kept = (path for path in paths if not any(parent.is_symlink() for parent in path.parents))
-    return {str(path.relative_to(HOME)): ast.parse(path.read_text()) for path in kept}
+    return {str(path.relative_to(HOME)): nodes(path.read_text()) for path in kept}
+
+
+def nodes(code: str) -> list[ast.AST]:
+    return [node for node in ast.walk(ast.parse(code)) if isinstance(node, _LOOKED_AT)]
 
 
 # -- lines ------------------------------------------------------------------------------------------------------------
@@ -77,10 +88,10 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and named and name not in DOCUMENTED
 
 
-def own_names(trees: dict[str, ast.Module]) -> set[str]:
+def own_names(trees: Sources) -> set[str]:
     """Every name that the library itself defines: a function, a class, a variable, or an attribute of `self`."""
     found = set()
-    for node in (node for tree in trees.values() for node in ast.walk(tree)):
+    for node in (node for tree in trees.values() for node in tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -101,7 +112,7 @@ def _is_own(value: ast.expr) -> bool:
     return isinstance(value, ast.Name) and value.id in ("self", "cls")
 
 
-def foreign_private_names(trees: dict[str, ast.Module]) -> list[Use]:
+def foreign_private_names(trees: Sources) -> list[Use]:
     """Where a private name of another library is imported, read, or written down as a string, as `getattr` takes it.
 
     `ckpt/compat/` is left out, in which they belong: `declared_names` lists those. A name that the library defines too,
@@ -110,7 +121,7 @@ def foreign_private_names(trees: dict[str, ast.Module]) -> list[Use]:
     own = own_names(trees) - BOTH
     found = []
     for path, tree in trees.items():
-        for node in ast.walk(tree) if not path.startswith(COMPAT) else ():
+        for node in tree if not path.startswith(COMPAT) else ():
             if isinstance(node, ast.Constant) and path.startswith("formats/foreign/"):
                 continue  # keys in files of others
             names = [name for name in _private_names(node) if name not in own]
@@ -148,12 +159,12 @@ def _private_names(node: ast.AST) -> Iterator[str]:
         yield from (name for name in (node.value,) if is_private(name) and name not in IN_FILES)
 
 
-def patched_classes(trees: dict[str, ast.Module]) -> list[str]:
+def patched_classes(trees: Sources) -> list[str]:
     """Classes of others that get another attribute, for every user of the process."""
     found = []
     for path, tree in trees.items():
         foreign = set(_foreign_imports(tree))
-        for node in ast.walk(tree):
+        for node in tree:
             targets: list[ast.expr] = []
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
                 targets = node.args[:1]
@@ -165,8 +176,8 @@ def patched_classes(trees: dict[str, ast.Module]) -> list[str]:
     return found
 
 
-def _foreign_imports(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _foreign_imports(tree: list[ast.AST]) -> Iterator[str]:
+    for node in tree:
         if isinstance(node, ast.Import):
             yield from (alias.asname or alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level and not (node.module or "").startswith("ckpt"):

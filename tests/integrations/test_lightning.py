@@ -26,6 +26,8 @@ from tests.helpers.places import intact
 from tests.helpers.processes import run_here, run_ranks, seed_everything
 from tests.helpers.training import exact
 
+pytestmark = pytest.mark.slow  # Lightning alone is imported for three seconds
+
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 STEPS = 48
 
@@ -119,7 +121,6 @@ def fit_in_memory_and_be_killed(rank: int, straight: str, killed: str, world_siz
     fit_in_memory(rank, killed, world_size, 29)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_fit_that_was_killed_resumes_from_memory_as_if_it_were_not(tmp_path: Path, world_size: int) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"
@@ -164,12 +165,10 @@ def fit_in_an_unknown_order(rank: int, folder: str) -> None:
     assert all("divided the samples of a sampler among the ranks" in line for line in said)
 
 
-@pytest.mark.slow
 def test_an_order_that_cannot_be_drawn_again_on_several_ranks_is_named(tmp_path: Path) -> None:
     assert run_ranks(2, fit_in_an_unknown_order, str(tmp_path)) == [0, 0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "world_size"),
     [

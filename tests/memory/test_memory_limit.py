@@ -18,6 +18,8 @@ import pytest
 from ckpt.memory.room import TrainingPeak
 from ckpt.util.aligned_memory import most_mapped
 
+pytestmark = pytest.mark.on_disk  # files of a tmpfs count as memory
+
 MB = 1 << 20
 GROUPS = Path("/sys/fs/cgroup/memory")  # version 1, whose groups a container may be allowed to make
 TRAINING = """

@@ -37,7 +37,7 @@ from tests.helpers.places import Folder, PassedOn, Place
 from tests.helpers.processes import run_alone, run_ranks
 from tests.helpers.training import exact
 
-pytestmark = pytest.mark.not_on_s3("the page cache is that of a local disk")
+pytestmark = [pytest.mark.on_disk, pytest.mark.not_on_s3("the page cache is that of a local disk")]
 
 ALWAYS = ckpt.SaveOptions(read_back=True)
 MODEL = "a/model.safetensors"

@@ -23,6 +23,8 @@ from ckpt.storage.local.files import BLOCK, reserve, write_durably
 from ckpt.util.aligned_memory import allocate_pages
 from tests.helpers.processes import interrupt
 
+pytestmark = pytest.mark.on_disk
+
 
 def write(path: Path, pieces: Any) -> None:
     with open(path, "xb", buffering=0) as file:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import random
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from ckpt.storage.local import storage as local_storage
 from ckpt.storage.local.files import BLOCK, write_durably
 from ckpt.storage.local.storage import read_scattered
 from ckpt.storage.multipart import split_into_parts
+
+pytestmark = pytest.mark.on_disk
 
 
 def write(path: Path, pieces: object) -> None:
@@ -97,12 +100,13 @@ def test_a_block_of_memory_is_refilled_only_when_the_slow_disk_has_written_it(
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, bytes]:
-    path = tmp_path_factory.mktemp("large") / "file"
+def file() -> Iterator[tuple[str, bytes]]:
     data = random.Random(2).randbytes((12 << 20) + 777)
-    path.write_bytes(data)
-    os.sync()
-    return str(path), data
+    with tempfile.NamedTemporaryFile() as opened:
+        opened.write(data)
+        opened.flush()
+        os.fsync(opened.fileno())
+        yield opened.name, data
 
 
 @pytest.mark.parametrize("start", [0, 1, 4096, 4097, 123_457])

@@ -27,6 +27,8 @@ from tests.helpers.storage_contract import StorageContract, sizes
 
 NOBODY = 65534
 
+pytestmark = pytest.mark.on_disk
+
 
 def child(script: str, *arguments: object) -> subprocess.Popen[str]:
     """A real process. It ends at the latest when its standard input is closed, so that none is ever left behind."""
