@@ -12,9 +12,11 @@ MATRIX := guarantees/resume_matrix load/world_size state/save_and_load data/resu
 
 # a test that starts a process without the mark fails: tests/helpers/second_process.py
 FAST := not slow and not gpu
-PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+# SEED=1 runs them in random order, the same one for a seed
+SEED ?= 1
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(if $(filter-out file,$(origin SEED)),--shuffle $(SEED))
 
-.PHONY: demo check fast test test-all alone shuffled profile coverage test-s3 test-accelerate scripts lint format site kills memory-kills faults campaign mutants fuzz bench release environments versions clean
+.PHONY: demo check fast test test-all alone profile coverage test-s3 test-accelerate scripts lint format site kills memory-kills faults campaign mutants fuzz bench release environments versions clean
 
 demo: $(READY)
 	$(BIN)/ckpt demo
@@ -42,12 +44,9 @@ test: $(READY) $(SERVERS)
 test-all: $(READY) $(SERVERS)
 	$(PYTEST)
 
-# the tests of `make check`, each in a process of its own, and in random order: none may lean on another
+# the tests of `make check`, each in a process of its own: none may lean on another
 alone: $(READY)
 	$(BIN)/python tests/alone.py -n $(JOBS) -m '$(FAST)' $(TESTS)
-
-shuffled: $(READY)
-	$(PYTEST) -m '$(FAST)' --shuffle $(SEED) $(TESTS)
 
 # what each test costs: CPU of the test and of all its processes; TESTS=tests/memory measures a part
 TESTS ?=
@@ -113,7 +112,6 @@ faults: $(READY)
 
 # thousands of faults of every kind, and a table of what became of the checkpoints; the tests run a slice of it
 TRIALS ?= 2000
-SEED ?= 1
 campaign: REPORT ?= build/campaign.md
 campaign: $(READY)
 	mkdir -p $(dir $(REPORT))

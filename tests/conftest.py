@@ -71,11 +71,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if (seed := config.getoption("--shuffle")) is not None:
-        random.Random(seed).shuffle(items)
+        items[:] = _shuffled(items, random.Random(seed))
     if ON_S3:
         for item in items:
             item.add_marker("slow")
         _decide_about_s3(items)
+
+
+def _shuffled(items: list[pytest.Item], draw: random.Random) -> list[pytest.Item]:
+    """The modules, and the tests within each: what a module computes once for its tests is not computed for each."""
+    modules: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        modules.setdefault(item.path, []).append(item)
+    return [
+        item
+        for module in draw.sample(list(modules.values()), len(modules))
+        for item in draw.sample(module, len(module))
+    ]
 
 
 def pytest_collection_finish() -> None:
