@@ -90,7 +90,8 @@ def build_mirror(
 
 def build_preemption(options: RankOptions, ranks: Ranks, patience: MirrorPatience) -> Preemption:
     """What answers SIGTERM, after which the end does not wait long for a mirror that is away."""
-    return Preemption(ranks, sigint=options.handle_sigint, grace=options.grace, on_told=patience.hurry)
+    told = {"sigterm": options.handle_sigterm, "sigint": options.handle_sigint}
+    return Preemption(ranks, **told, grace=options.grace, on_told=patience.hurry)
 
 
 def build_registry(source: ObjectSource, gradients: bool | None, loop: Loop, ranks: Ranks) -> StateRegistry:
@@ -230,9 +231,10 @@ class Session:
 
     def _find_due(self) -> None:
         """Every rank asks after every step, so that all of them find the same."""
-        if self.told_to_stop():  # from the first step on: only then is there somebody to answer it
+        step = self.loop.progress.step
+        if self.preemption.due(step):
             self.due.add("stop")
-        if self.is_save_due():
+        if self.schedule.is_due(step) and self.saved_at != self.position:
             self.due.add("save")
         if self.memory is not None and self.is_snapshot_due:
             self.due.add("snapshot")
@@ -240,8 +242,6 @@ class Session:
 
     def told_to_stop(self) -> bool:
         """Whether all ranks are to stop after this step."""
-        if self.options.ranks.handle_sigterm:
-            self.preemption.listen()
         return self.preemption.due(self.loop.progress.step)
 
     def take_due(self) -> None:
@@ -279,10 +279,6 @@ class Session:
         elif "save" in self.due and self.boundary is None:
             what = f"step {self.loop.progress.step} was due to be saved at the end of its iteration"
             self.loop.caveats.tell("cut short", f"{what}, which {type(error).__name__} has cut short: it is not saved.")
-
-    def is_save_due(self) -> bool:
-        """Whether this step is one to save, and has not been: attached, several batches may make one step."""
-        return self.schedule.is_due(self.loop.progress.step) and self.saved_at != self.position
 
     @property
     def is_snapshot_due(self) -> bool:

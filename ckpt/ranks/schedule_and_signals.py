@@ -116,6 +116,7 @@ class SignalListener:
         self._owner = OwnerProcess()
         self._previous: Handler = None
         self._installed: Callable[[int, FrameType | None], None] | None = None
+        self.is_listening = False
         self._count = 0
 
     def listen(self) -> None:
@@ -124,12 +125,13 @@ class SignalListener:
             self._previous = signal.getsignal(self.number)
             self._installed = self._handle
             signal.signal(self.number, self._installed)
+            self.is_listening = True
 
     def close(self) -> None:
         """Restore the previous handler, unless another one was installed since."""
         if self._installed is not None and signal.getsignal(self.number) is self._installed:
             signal.signal(self.number, self._previous or signal.SIG_DFL)
-        self._installed = None
+        self._installed, self.is_listening = None, False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._count += 1
@@ -155,7 +157,7 @@ _TICK = 0.1  # seconds
 
 
 class Preemption:
-    """Remembers SIGTERM, or Ctrl-C with `sigint`, and finds a step after which all ranks can stop.
+    """Remembers SIGTERM with `sigterm`, or Ctrl-C with `sigint`, and finds a step after which all ranks can stop.
 
     `grace`: seconds after which the process ends, whatever it waits for, if it has not saved by then.
     """
@@ -164,6 +166,7 @@ class Preemption:
         self,
         ranks: Ranks,
         *,
+        sigterm: bool = True,
         sigint: bool = False,
         grace: float | None = None,
         on_told: Callable[[float | None], None] = lambda left: None,
@@ -172,24 +175,15 @@ class Preemption:
         self._on_told = on_told
         self.exit_status = EXIT_STATUS
         self._stop = CommonStep(ranks, "stop")
+        self._is_alone = ranks.world_size == 1
         self._stopped = False
-        self._sigterm = SignalListener(signal.SIGTERM, lambda: self._told(EXIT_STATUS))
+        self._sigterm = SignalListener(signal.SIGTERM, lambda: self._told(EXIT_STATUS)) if sigterm else None
         self._sigint = SignalListener(signal.SIGINT, lambda: self._told(128 + signal.SIGINT)) if sigint else None
         self._grace = _Grace(grace) if grace is not None else None
 
-    @property
-    def asked(self) -> bool:
-        """Whether this rank, or, as far as it knows, another was told to terminate."""
-        return self._stop.asked
-
-    @asked.setter
-    def asked(self, value: bool) -> None:
-        self._stop.asked = value
-
-    def listen(self) -> None:
-        """Answer SIGTERM from now on. Does nothing outside the main thread."""
-        self._sigterm.listen()
-        self._watch()
+    def ask(self) -> None:
+        """This rank was told to terminate."""
+        self._stop.asked = True
 
     def listen_early(self) -> None:
         """Answer Ctrl-C, if that is wanted, before loader workers are started."""
@@ -199,9 +193,9 @@ class Preemption:
 
     def close(self) -> None:
         """Restore the previous handlers, unless others were installed since. The grace period is over."""
-        self._sigterm.close()
-        if self._sigint is not None:
-            self._sigint.close()
+        for listener in (self._sigterm, self._sigint):
+            if listener is not None:
+                listener.close()
         self.saved()
 
     def saved(self) -> None:
@@ -210,14 +204,22 @@ class Preemption:
             self._grace.is_over = True
 
     def due(self, step: int) -> bool:
-        """Whether to stop after this step. Once it is, it is after every other."""
+        """Whether to stop after this step. Once it is, it is after every other.
+
+        From the first of these calls on SIGTERM is answered, if it is to be: only now is there somebody to do so."""
+        if self._sigterm is not None and not self._sigterm.is_listening:
+            self._sigterm.listen()
+            self._watch()
+        if self._is_alone and not self._stop.asked and not self._stopped:
+            return False
         self._stopped = self._stopped or self._stop.due(step)
-        if self._stopped or self.asked:
+        if self._stopped or self._stop.asked:
             self._begin_end(self.exit_status)  # another rank was told, and it may have been this one's save
         return self._stopped
 
     def _told(self, status: int) -> None:
-        self.asked, self.exit_status = True, status
+        self.ask()
+        self.exit_status = status
         self._begin_end(status)
 
     def _begin_end(self, status: int) -> None:
@@ -302,18 +304,13 @@ class SaveSchedule:
 
     def is_due(self, step: int) -> bool:
         """Whether to save after this step. Every rank asks after every step."""
-        asked = self._is_asked_for(step)
-        return asked or self._is_due_by_steps(step)
+        asked = self._common is not None and self._is_asked_for(self._common, step)
+        return asked or bool(self._steps and step and step % self._steps == 0)
 
-    def _is_due_by_steps(self, step: int) -> bool:
-        return bool(self._steps and step and step % self._steps == 0)
-
-    def _is_asked_for(self, step: int) -> bool:
-        if self._common is None:
-            return False
+    def _is_asked_for(self, common: CommonStep, step: int) -> bool:
         if self._main and self._seconds is not None and time.monotonic() - self._since >= self._seconds:
-            self._common.asked = True
-        return self._common.due(step)
+            common.asked = True
+        return common.due(step)
 
     def _told(self) -> None:
         if self._common is not None:

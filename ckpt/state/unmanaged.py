@@ -56,7 +56,8 @@ class Caveats:
             self.tell(f"lasting/{key}", text)
 
 
-_CHECKS = 4  # of the managed objects, because each takes time proportional to the number of parameters
+_AT_STEPS = (1, 5, 25, 125)  # it is looked at what is managed, and at saves
+_CHECKS = 8  # of the managed objects, because each takes time proportional to the number of parameters
 _LONG = 1000  # optimizer steps without a call of the manager after which it warns
 
 
@@ -85,7 +86,8 @@ class UnmanagedWatch:
     def stepped(self) -> None:
         """`manager.step` was called."""
         self._steps += 1
-        self._check()
+        if self._steps in _AT_STEPS:
+            self._check()
 
     def trained(self, epoch: int) -> None:
         """A batch was trained on. The first batch of another epoch shows that an epoch is over."""

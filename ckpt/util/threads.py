@@ -14,10 +14,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
+from weakref import WeakSet
 
 from ckpt.errors import ConfigError
 from ckpt.util.aligned_memory import system_library
@@ -52,28 +52,15 @@ def start_time(process: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
-_forks = 0  # between the process that imported this module and this one: to ask for its id at every step takes longer
-
-
-def _note_fork() -> None:
-    global _forks
-    _forks += 1
-
-
-os.register_at_fork(after_in_child=_note_fork)
-
-
-@dataclass(frozen=True)
 class OwnerProcess:
-    """The process that created an object."""
+    """The process that created an object. `is_here`: True in that process, False in a forked child of it.
 
-    process: int = field(default_factory=os.getpid)
-    forks: int = field(default_factory=lambda: _forks)
+    It is set when a process is forked: to ask for the process id at every step takes longer.
+    """
 
-    @property
-    def is_here(self) -> bool:
-        """True in that process, False in a forked child of it."""
-        return self.forks == _forks
+    def __init__(self) -> None:
+        self.process, self.is_here = os.getpid(), True
+        _owners.add(self)
 
     def require(self, call: str) -> None:
         """Raise in a forked child: the call would wait for threads that it does not have, or write without lock."""
@@ -82,6 +69,17 @@ class OwnerProcess:
                 f"{call}: this StateManager belongs to process {self.process}, and this is process {os.getpid()}, a "
                 "fork of it. Nothing was done. Build a StateManager in the child, with a root of its own."
             )
+
+
+_owners: WeakSet[OwnerProcess] = WeakSet()
+
+
+def _note_fork() -> None:
+    for owner in _owners:
+        owner.is_here = False
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 class NotCopyableError(ConfigError, TypeError):

@@ -75,7 +75,7 @@ def test_a_step_that_a_rank_has_passed_is_no_step_to_stop_at(ahead: int) -> None
     steps, stopped = [10, 10], dict[int, int]()
     steps[ahead] = 100
     for one in ranks:
-        one.asked = True
+        one.ask()
     for _ in range(5000):
         for rank, one in enumerate(ranks):
             if rank not in stopped:
