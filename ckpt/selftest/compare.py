@@ -248,7 +248,7 @@ def cause(difference: Difference, rank: Rank) -> str:
 
 def _forgotten_objects(difference: Difference, rank: Rank) -> list[str]:
     """Schedulers that no manager has, where learning rates differ; scalers, where what they scale does."""
-    forgotten = rank.straight.saves[0].forgotten if rank.straight.saves else []
+    forgotten = dict.fromkeys(name for saved in rank.straight.saves for name in saved.forgotten)
     scalers = [name for name in forgotten if "Scaler" in name]
     if difference.what == "rates":
         return [name for name in forgotten if name not in scalers]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from ckpt.cli import demo
@@ -137,3 +138,12 @@ def test_a_training_that_fails_is_quoted(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(CkptError, match="ended with status 1, not 0"):
         demo.expect(demo.Run(said="out of luck", status=1), 0)
     assert capsys.readouterr().err == "out of luck\n"
+
+
+def test_a_loss_that_differs_is_red_among_green_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    same = {step: 1.0 / step for step in range(1, STEPS + 1)}
+    with click.Context(click.Command("demo"), color=True):
+        demo._show_losses(demo.Plan("root", STEPS), same, same | {STEPS: 0.0}, 24)
+    _, *equal, last = capsys.readouterr().out.strip().splitlines()
+    assert all("\x1b[32m" in line and "\x1b[31m" not in line for line in equal)
+    assert "\x1b[31m" in last

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -27,6 +28,9 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
+from ckpt.data.batch_digest import index_bytes
+from ckpt.data.progress import Position
+from ckpt.data.repartition import ConsumedSamples, Layout, Repartition
 from tests.data.test_resume_loader import LazySampler, StatefulStream
 from tests.helpers.processes import run_ranks
 from tests.helpers.second_process import slow_where
@@ -412,6 +416,13 @@ def test_what_cannot_be_followed_to_another_number_of_ranks_is_named(tmp_path: P
     assert why in " ".join(_told(job).values())
 
 
+def test_a_sampler_of_which_one_rank_had_all_and_each_of_two_has_a_half_is_named() -> None:
+    half = DataLoader(Numbers(48), 4, sampler=range(0, 48, 2))
+    position = Position(batches=2, samples=8, dataset_size=48, sampler_size=48)
+    told = Repartition(half, reads=0, rank=0, world_size=2).carry_over(position)
+    assert "divides the samples among ranks by a rule of its own" in told["data"]
+
+
 class Recorded(Sampler[list[int]]):
     """Batches as a list has them."""
 
@@ -457,3 +468,12 @@ def test_a_position_of_an_earlier_version_is_gone_on_from(anywhere: str, monkeyp
     second, told = _go(root, LOADERS["shuffle"](16), stop=1)
     assert "8 samples in a batch before, 16 now" in told["loader.0.data"]
     assert Counter(flat(seen + second + _go(root, LOADERS["shuffle"](16))[0])) == Counter(range(SIZE))
+
+
+def test_an_order_is_compared_with_what_was_consumed_where_that_is_known_and_not_padded() -> None:
+    order, layout = [3, 1, 2, 0], Layout(replicas=2, replica=1)
+    digest = xxhash.xxh3_64_hexdigest(index_bytes([1, 0]))
+    assert ConsumedSamples(layout, 0, 2, digest).agrees(order)
+    assert not ConsumedSamples(layout, 0, 2, digest).agrees([3, 2, 1, 0])
+    assert ConsumedSamples(layout, 0, 2, "").agrees(order)
+    assert ConsumedSamples(layout, 0, 3, digest).agrees(order)  # the third was a sample once more

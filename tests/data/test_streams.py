@@ -20,7 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
 from ckpt.compat.datasets import loses_samples
-from ckpt.data.batch_digest import extract
+from ckpt.data.batch_digest import Contents, extract
 
 SIZE = 80
 
@@ -309,3 +309,10 @@ def test_the_position_of_another_data_parallel_rank_is_refused(anywhere: str) ->
     with pytest.raises(ckpt.StateError, match="has the data of dp_rank_1, and this rank saved that of dp_rank_0"):
         first_batches(1, 2)
     assert first + first_batches(0, 1) == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+
+
+def test_what_is_the_same_in_every_batch_proves_nothing() -> None:
+    contents = Contents()
+    for number in range(2):
+        contents.add([("mask", b"ones"), ("sample", b"%d" % number)])
+    assert set(contents.digests()) == {"sample"}

@@ -310,6 +310,9 @@ class TestNames:
         save_dcp({"model": {"a": torch.ones(2), "extra": 5}}, checkpoint_id=tmp_path / "dcp")
         ckpt.merge(tmp_path / "dcp", tmp_path / "model.safetensors")
         assert "left out, because they are no tensors: extra" in caplog.text
+        torch.save({"a": torch.ones(2), "_extra_state": {"count": 5}}, tmp_path / "model.pt")
+        ckpt.merge(tmp_path / "model.pt", tmp_path / "other.safetensors")
+        assert "left out, because they are no tensors: 1 objects (_extra_state)" in caplog.text
 
 
 def gpt2(**options: Any) -> Any:

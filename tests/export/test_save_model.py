@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,24 @@ def test_the_folder_is_replaced_as_a_whole_and_files_of_the_users_own_stay(tmp_p
         manager.save_model(out)
     assert {path.name for path in out.iterdir()} == {"model.safetensors", "notes.txt"}
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
+
+
+def test_what_cannot_be_removed_of_the_folder_before_is_left_and_the_new_one_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink = os.unlink
+
+    def refusing(path: Any, **options: Any) -> None:
+        if path == "model.safetensors":
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        unlink(path, **options)
+
+    with ckpt.StateManager(tmp_path / "run", model=plain(1)) as manager:
+        manager.save_model(tmp_path / "out")
+        monkeypatch.setattr(os, "unlink", refusing)
+        manager.save_model(tmp_path / "out", max_shard_size=500)
+    assert len(list((tmp_path / "out").glob("model-*"))) > 1
+    assert [path.name for path in tmp_path.glob(".out.old.*/*")] == ["model.safetensors"]
 
 
 def test_what_a_kill_left_is_cleared_away_and_a_folder_that_was_aside_comes_back(tmp_path: Path) -> None:

@@ -340,6 +340,7 @@ def test_a_script_that_skips_batches_itself_does_not_skip_twice(
     loader, parts = _prepared(accelerator)
     with attach(accelerator, tmp_path):
         assert len(list(accelerator.skip_first_batches(loader, 1))) == 5
+        assert len(list(accelerator.skip_first_batches(loader))) == 6
         accelerator.load_state(str(tmp_path / "step_2"))
         assert accelerator.skip_first_batches(loader, 2) is loader
         assert "batches of this loader are done" not in caplog.text

@@ -27,6 +27,9 @@ class Net(nn.Module):
         return {"loss": self.layer(x).square().mean()}
 
 
+CONTROL = "control/of/loss.json"
+
+
 class Controlled(Trainer):  # type: ignore[misc]
     """Keeps a coefficient as TRL's GRPO does: in a file of the checkpoint's folder, written after the rest."""
 
@@ -40,12 +43,13 @@ class Controlled(Trainer):  # type: ignore[misc]
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         folder = os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
-        with open(os.path.join(folder, "control.json"), "w") as file:
+        os.makedirs(os.path.join(folder, "control", "of"))
+        with open(os.path.join(folder, CONTROL), "w") as file:
             json.dump(self.coefficient, file)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and os.path.exists(path := os.path.join(checkpoint, "control.json")):
+        if checkpoint is not None and os.path.exists(path := os.path.join(checkpoint, CONTROL)):
             with open(path) as file:
                 self.coefficient = json.load(file)
 

@@ -74,9 +74,11 @@ def test_a_hub_that_fails_does_not_end_the_training(
     assert "the model was not pushed to the Hub, and training continues" in caplog.text
     assert titles(hub)[1:] == ["Training in progress, step 6"]
     hub.faults.append(Fault(r"/commit/", status=403, times=99))
-    again = pushing(tmp_path, max_steps=8, save_steps=8)
-    again.train(resume_from_checkpoint=True)
+    best: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 8, "load_best_model_at_end": True}
+    again = pushing(tmp_path, max_steps=8, save_steps=8, **best)
+    again.train(resume_from_checkpoint=True)  # the push under way fails before the best model is loaded
     assert again.state.global_step == 8
+    assert caplog.text.count("the model was not pushed to the Hub") == 3  # the last save is tried again at the end
     assert titles(hub)[1:] == ["Training in progress, step 6"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,11 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
 from ckpt.ranks.find import find_ranks
-from ckpt.ranks.store_group import built_here
+from ckpt.ranks.store_and_heartbeats import Heartbeat, TimedStore
+from ckpt.ranks.store_group import BuiltManagers, StoreGroup, built_here
 from ckpt.storage import ANY, Buffer, open_storage
 from tests.helpers.places import PassedOn, Place, committed
 from tests.helpers.processes import run_ranks
@@ -271,3 +274,17 @@ def _leave_an_answer_and_restart(rank: int) -> None:
 @pytest.mark.slow
 def test_after_a_restart_by_torchrun_no_answer_of_killed_ranks_is_read() -> None:
     assert run_ranks(2, _leave_an_answer_and_restart) == [0, 0]
+
+
+def test_while_the_main_rank_waits_for_one_others_see_that_it_lives() -> None:
+    store = TimedStore(HashStore(), 5.0)
+    group = StoreGroup(store.below("group"), 0, 2, 0.2, store, BuiltManagers())
+    with pytest.raises(ckpt.RanksError, match="rank 1 did not answer"):
+        group.gather("save_state('a')", "")
+    assert store.below("group").add("alive/0", 0) > 0
+
+
+def test_a_process_that_ends_does_not_wait_for_its_signs_of_life() -> None:
+    with Heartbeat(TimedStore(HashStore(), 5.0), 0, 60.0).running():
+        (thread,) = (thread for thread in threading.enumerate() if thread.name == "ckpt-alive")
+        assert thread.daemon

@@ -13,7 +13,7 @@ from torch import nn
 
 import ckpt
 from ckpt.save.snapshot import tensor_copies
-from ckpt.save.snapshot.devices import DeviceRoom, copy_packed
+from ckpt.save.snapshot.devices import Device, DeviceRoom, copy_packed
 from ckpt.save.snapshot.fetch import Arrival, Fetcher, Source, Transfer
 from ckpt.save.snapshot.host_memory import HostMemory
 from ckpt.save.snapshot.snapshots import Snapshots
@@ -423,3 +423,14 @@ def test_fetches_of_two_snapshots_take_turns(device: SimulatedDevice) -> None:
     assert device.most_in_flight == 1
     for number, image in enumerate(images):
         assert bytes(image) == b"".join(bytes([100 * number + index]) * 100 for index in range(40))
+
+
+def test_on_a_device_of_which_nothing_is_known_all_work_ends_before_a_copy_and_the_copy_before_all_other_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[object] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", events.append)
+    device = torch.device("xpu", 0)
+    with Device.of(device).ordered():
+        events.append("copied")
+    assert events == [device, "copied", device]

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
 from ckpt.compat import torch_ddp
-from ckpt.state.ddp import Buckets, buckets_of, saved_buckets
+from ckpt.state.ddp import Buckets, _captured_power_sgd, _power_sgd_misfit, buckets_of, saved_buckets
 from tests.helpers.processes import run_ranks
 from tests.helpers.renamed import renamed
 from tests.helpers.training import exact
@@ -335,3 +335,10 @@ def _without_private_side(rank: int, folder: str) -> None:
 @pytest.mark.slow
 def test_a_save_does_not_fail_where_ddp_does_not_tell_its_buckets(tmp_path: Path) -> None:
     assert run_ranks(2, _without_private_side, str(tmp_path)) == [0, 0]
+
+
+def test_error_feedback_of_buckets_that_are_not_there_does_not_fit() -> None:
+    state, hook = powersgd.PowerSGDState(None), powersgd.powerSGD_hook
+    saved = _captured_power_sgd(state, hook)
+    assert _power_sgd_misfit(state, hook, saved, 1) is None
+    assert _power_sgd_misfit(state, hook, {**saved, "error_dict": {"1": None}}, 1) == "saved with other buckets"

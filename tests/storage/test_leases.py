@@ -232,3 +232,24 @@ def test_a_forked_child_leaves_the_lock_to_its_parent(tmp_path: Path) -> None:
     with pytest.raises(ckpt.LockedError, match="the parent's"), storage(tmp_path).lock(".lock"):
         pass
     held.close()
+
+
+class Remembering(LocalFileSystem):  # type: ignore[misc]
+    """Answers from memory what it was asked before, unless it is told to look."""
+
+    protocol = "remembering"
+
+    def info(self, path: str, refresh: bool = False, **_: object) -> Any:
+        known = self.__dict__.setdefault("known", {})
+        if refresh or path not in known:
+            known[path] = super().info(path)
+        return known[path]
+
+
+def test_what_a_filesystem_remembers_of_an_object_is_not_taken_for_its_version(tmp_path: Path) -> None:
+    fsspec.register_implementation("remembering", Remembering, clobber=True)
+    objects = FilesystemObjects("remembering", str(tmp_path), {})
+    (tmp_path / "object").write_bytes(b"1")
+    before = objects.version("object")
+    (tmp_path / "object").write_bytes(b"22")
+    assert before != objects.version("object")
