@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
+from tests.helpers.processes import run_ranks
 from tests.helpers.training import exact
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -192,3 +194,20 @@ def test_offloaded_parameters_come_back(tmp_path: Path) -> None:
                 assert exact(getattr(value, "_local_tensor", value)) == exact(getattr(there, "_local_tensor", there))
     finally:
         dist.destroy_process_group()
+
+
+def _one_bit_on_one_rank(rank: int, root: str) -> None:
+    torch.manual_seed(1)
+    bare = nn.Linear(512, 2048, device="cuda")
+    with ckpt.StateManager(root, model=DistributedDataParallel(bare), ranks=ckpt.RankOptions(timeout=60)) as manager:
+        manager.save_state("first")
+        manager.wait()
+        if rank == 1:
+            bare.weight.data.view(torch.int32)[40, 3] ^= 1 << 31
+        manager.save_state("second")
+        with pytest.raises(ckpt.RanksError, match=r"model\.weight.*rank 1"):
+            manager.wait()
+
+
+def test_two_ranks_on_one_gpu_name_a_sign_that_flipped_on_one_at_the_next_save(tmp_path: Path) -> None:
+    assert run_ranks(2, _one_bit_on_one_rank, str(tmp_path / "run")) == [0, 0]
