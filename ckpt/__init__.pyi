@@ -27,7 +27,7 @@ from ckpt.errors import VersionError as VersionError
 from ckpt.export.load_model import load_model as load_model
 from ckpt.export.merge import merge as merge
 from ckpt.export.push import push_to_hub as push_to_hub
-from ckpt.load.restored import Restored as Restored
+from ckpt.load.load_state import Restored as Restored
 from ckpt.manager import StateManager as StateManager
 from ckpt.options import Every as Every
 from ckpt.options import Memory as Memory

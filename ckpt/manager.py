@@ -18,7 +18,7 @@ from ckpt.data.loop import Batches
 from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError, MissingError, Preempted
 from ckpt.export.options import SHARD_SIZE, ExportOptions
-from ckpt.load.restored import Restored
+from ckpt.load.load_state import Restored
 from ckpt.options import (
     Every,
     Memory,
@@ -35,8 +35,7 @@ from ckpt.root.catalog import name_of_step
 from ckpt.root.retention import Keep
 from ckpt.save.saver import SaveReport
 from ckpt.session import Session
-from ckpt.state.plain_values import PlainValues
-from ckpt.state.registry import find_source, refuse_unnamed
+from ckpt.state.registry import PlainValues, find_source, refuse_unnamed
 from ckpt.state.unwrap import unwrap
 from ckpt.storage import Storage, disk_path
 from ckpt.util.console import html_table, say

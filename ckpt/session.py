@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.data.loop import Loop
 from ckpt.data.progress import as_numbers, checked_metrics
 from ckpt.errors import ConfigError, DamagedError, Preempted, StorageError
-from ckpt.load.load_state import LiveObjects, Locations, StateLoader
-from ckpt.load.restored import Restored
+from ckpt.load.load_state import LiveObjects, Locations, Restored, StateLoader
 from ckpt.memory.session_tier import (
     build_tier,
     find_snapshots,

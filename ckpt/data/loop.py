@@ -27,8 +27,7 @@ from ckpt.data.tracked_loader import EpochLoaders, TrackedLoader, UnclaimedPosit
 from ckpt.errors import ConfigError
 from ckpt.ranks.consensus import MAIN, Ranks
 from ckpt.state import samplers
-from ckpt.state.parts import has_state
-from ckpt.state.unmanaged import Caveats
+from ckpt.state.parts import Caveats, has_state
 
 _log = logging.getLogger("ckpt")
 T = TypeVar("T")

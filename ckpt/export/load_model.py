@@ -29,8 +29,8 @@ from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.registry import CKPT, ROOT, claims
 from ckpt.formats.sharded_tensors import is_sharded, layout_of, local_tensor
 from ckpt.formats.tensors import narrowed
+from ckpt.load.load_state import Restored, restored_from
 from ckpt.load.restore import Restoration, RestoreRequest
-from ckpt.load.restored import Restored, restored_from
 from ckpt.load.select import Choice, Selection, choose
 from ckpt.ranks.consensus import MAIN, Ranks, run_on_all_ranks
 from ckpt.ranks.find import find_ranks

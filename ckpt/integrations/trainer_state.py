@@ -21,7 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ckpt.compat.transformers import OF_THESE_RANKS, SAVE, continue_log, last_logged, names_of_subclass
 from ckpt.errors import ConfigError
 from ckpt.formats.native.manifest import Manifest
-from ckpt.load.restored import Restored
+from ckpt.load.load_state import Restored
 from ckpt.ranks.consensus import Ranks, Result, decide_together
 from ckpt.root.catalog import Summary
 from ckpt.root.retention import Keep

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from ckpt.data.cursor import reads_per_batch
 from ckpt.data.loader_info import goes_by_index, keeper_of, only_counts, size_of
 from ckpt.data.progress import Progress
+from ckpt.data.tracked_loader import reads_per_batch
 from ckpt.errors import ConfigError, DamagedError
 from ckpt.formats.foreign import accelerate
 from ckpt.formats.layout import Box
@@ -28,8 +28,7 @@ from ckpt.formats.registry import ACCELERATE, claims
 from ckpt.formats.tensors import copy_into, narrowed
 from ckpt.load.reader import CheckpointReader, PartTensors, check_rank_state
 from ckpt.ranks.consensus import Ranks
-from ckpt.root.catalog import read_manifest
-from ckpt.root.folder import ROOT_ITSELF, Folder, is_foreign
+from ckpt.root.folder import ROOT_ITSELF, Folder
 from ckpt.state import samplers
 from ckpt.state.objects import KINDS
 from ckpt.state.optimizer import by_name
@@ -151,14 +150,8 @@ class ForeignManifest(Manifest):
     folder: Folder
 
 
-def read_any(storage: Storage, name: str) -> Manifest:
-    """The manifest of a checkpoint, or a `ForeignManifest` where Accelerate wrote it; the root itself has no name."""
-    if name:
-        try:
-            return read_manifest(storage, name)
-        except DamagedError:
-            if not is_foreign(storage, name):
-                raise
+def foreign_manifest(storage: Storage, name: str) -> ForeignManifest:
+    """What stands for the manifest of a folder that Accelerate wrote; the root itself has no name."""
     folder = Folder.of_checkpoint(storage, name)
     return ForeignManifest(
         name=folder.name,
@@ -174,9 +167,10 @@ def read_any(storage: Storage, name: str) -> Manifest:
     )
 
 
-def folder_of(storage: Storage, manifest: Manifest) -> str:
-    """The path or URL of a checkpoint."""
-    return manifest.folder.where if isinstance(manifest, ForeignManifest) else f"{storage.url}/{manifest.name}"
+def foreign_folder(manifest: Manifest) -> str:
+    """The path or URL of what Accelerate wrote."""
+    assert isinstance(manifest, ForeignManifest)
+    return manifest.folder.where
 
 
 def foreign_names(storage: Storage) -> list[str]:
@@ -197,11 +191,10 @@ def foreign_names(storage: Storage) -> list[str]:
     return sorted(found, key=lambda name: split_name(name)[1] or 0, reverse=True)
 
 
-def open_any(storage: Storage, manifest: Manifest, rank: int, live: Iterable[str]) -> CheckpointReader:
-    """The reader of a checkpoint, whoever wrote it. `live` are the keys of the parts to load it into."""
-    if isinstance(manifest, ForeignManifest):
-        return _AccelerateReader(AccelerateState(manifest.folder, live), manifest, rank)
-    return CheckpointReader(storage, manifest, rank)
+def open_foreign(manifest: Manifest, rank: int, live: Iterable[str]) -> CheckpointReader:
+    """The reader of what Accelerate wrote. `live` are the keys of the parts to load it into."""
+    assert isinstance(manifest, ForeignManifest)
+    return _AccelerateReader(AccelerateState(manifest.folder, live), manifest, rank)
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,8 @@ from ckpt.errors import ConfigError, StateError
 from ckpt.formats.checks import damage_reported
 from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.registry import ACCELERATE, CKPT, claims
-from ckpt.load.accelerate import folder_of, foreign_positions
 from ckpt.load.reader import CheckpointReader
 from ckpt.load.restore import Restoration, RestoreRequest, rewinder
-from ckpt.load.restored import Restored, restored_from
 from ckpt.load.select import Candidate, Choice, MemoryTier, Selection, choose
 from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together, run_on_all_ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
@@ -26,13 +24,126 @@ from ckpt.root.catalog import Overview, check_name
 from ckpt.root.folder import ROOT_ITSELF, Folder, open_url
 from ckpt.root.mirror import MirrorPatience
 from ckpt.root.signing import Trust
+from ckpt.shown import Lines
 from ckpt.state import rng
 from ckpt.state.objects import ObjectSource
 from ckpt.state.parts import Notes
 from ckpt.state.registry import StateRegistry
 from ckpt.storage import LocalStorage, Storage, place_of
 from ckpt.storage.local.storage import OneFolder
+from ckpt.util.console import html_table
 from ckpt.util.threads import gc_paused
+
+_log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What was restored, what could only be approximated, what was left out, and from where.
+
+    Attributes:
+        name: Of the checkpoint.
+        url: Where it is.
+        run: The run's identity, the same over all its resumes.
+        progress: Epoch, batch, step and samples.
+        metrics: Those of the checkpoint.
+        restored: The parts.
+        resharded: Parts that were sharded over ranks in another way when they were saved.
+        approximated: What is not exactly as it was, with the reason.
+        skipped: What was left out, with the reason.
+        passed_over: Newer checkpoints that could not be used, with the reason.
+        from_memory: It was a snapshot in memory, between the checkpoints of the root.
+        root_step: Then, the step of the root's newest; None if it has none.
+        begins_at: Where the next `for` over each loader begins.
+    """
+
+    name: str
+    url: str
+    run: str
+    progress: Progress
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    restored: tuple[str, ...] = ()
+    resharded: Mapping[str, str] = field(default_factory=dict)
+    approximated: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    passed_over: Mapping[str, str] = field(default_factory=dict)
+    from_memory: bool = False
+    root_step: int | None = None
+    begins_at: str = ""  # where the next `for` over each loader begins
+    on_read: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)  # of `epoch`, or of `step`
+
+    @property
+    def step(self) -> int:
+        self.on_read()
+        return self.progress.step
+
+    @property
+    def epoch(self) -> int:
+        self.on_read()
+        return self.progress.epoch
+
+    def __str__(self) -> str:
+        return Lines.of([*self._restored_lines(), *self._inexact_lines()])
+
+    def report(self) -> None:
+        """Log it: what was restored as progress, what is not as it was as a warning."""
+        _log.info("%s", Lines.of(self._restored_lines()))
+        inexact = self._inexact_lines()
+        if inexact:
+            _log.warning("%s", Lines.of([f"not everything is as it was when {self.name} was saved:", *inexact]))
+
+    def _restored_lines(self) -> list[str]:
+        at = self.progress
+        position = f"epoch {at.epoch}, batch {at.batch}, {at.samples} samples"
+        lines = [f"resumed from {self.url}: step {at.step}, {position}"]
+        if self.from_memory:
+            has = "no checkpoint" if self.root_step is None else f"step {self.root_step:,}"
+            lines = [f"resumed from memory: step {at.step:,} (root has {has})", f"  position      {position}"]
+        lines.append(f"  restored      {', '.join(self.restored) or 'nothing'}")
+        if self.begins_at:
+            lines.append(f"  continues     the next `for` begins at {self.begins_at} (manager.enumerate counts on)")
+        return lines + _table("resharded", self.resharded)
+
+    def _inexact_lines(self) -> list[str]:
+        tables = {"approximated": self.approximated, "skipped": self.skipped, "passed over": self.passed_over}
+        return [line for title, table in tables.items() for line in _table(title, table)]
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the lines that are printed, as a table."""
+        first, *others = str(self).splitlines()
+        return html_table(first, [(line[2:16].strip(), line[16:]) for line in others])
+
+
+def _table(title: str, reasons: Mapping[str, str]) -> list[str]:
+    return [f"  {title:<13} {why if why.startswith(what) else f'{what}: {why}'}" for what, why in reasons.items()]
+
+
+def restored_from(
+    choice: Choice[Restoration],
+    restored: tuple[str, ...],
+    *,
+    begins_at: str = "",
+    on_read: Callable[[], None] = lambda: None,
+) -> Restored:
+    """The report of a load whose restoration is finished."""
+    manifest, notes = choice.manifest, choice.ready.notes
+    return Restored(
+        name=manifest.name,
+        url=choice.url,
+        run=manifest.run,
+        progress=Progress.from_json(manifest.progress),
+        metrics=manifest.metrics,
+        restored=restored,
+        resharded=notes.resharded,
+        approximated=notes.approximated,
+        skipped=notes.skipped,
+        passed_over=choice.passed_over,
+        from_memory=choice.in_memory,
+        root_step=choice.root_step,
+        begins_at=begins_at,
+        on_read=on_read,
+    )
+
 
 _OURS, _THEIRS, _NOBODYS = CKPT.name, ACCELERATE.name, ""
 
@@ -91,7 +202,6 @@ def _kind(folder: Storage) -> str:
     return next((kind for kind in (_OURS, _THEIRS) if kind in found), _NOBODYS)
 
 
-_log = logging.getLogger("ckpt")
 ELSEWHERE = 2  # in place of a tier: of the files of such a checkpoint, the root has none
 
 
@@ -185,7 +295,7 @@ class StateLoader:
 
     def _find_objects(self, candidate: Candidate) -> None:
         """Find the objects to load into. Hooks of the user's own may load some of the checkpoint themselves."""
-        self.live.source.before_load(folder_of(candidate.storage, candidate.manifest))
+        self.live.source.before_load(candidate.folder)
         self.live.registry.refresh()
 
     def _check_generators(self, reader: CheckpointReader) -> None:
@@ -205,6 +315,8 @@ class StateLoader:
         rewind()
         positions, progress = reader.state["loaders"], Progress.from_json(reader.manifest.progress)
         if reader.manifest.origin:
+            from ckpt.load.accelerate import foreign_positions
+
             found = foreign_positions(reader, source.loaders(), self.ranks, notes)
             positions = {**positions, **found}
             progress.batch = next((saved["batches"] for saved in found.values()), progress.batch)

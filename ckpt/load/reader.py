@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -26,17 +26,19 @@ from ckpt.formats.native.shard_table import ShardedTensors, ShardTable
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.sharded_tensors import is_sharded, layout_of, local_tensor
 from ckpt.formats.tensors import Transfer, same_bytes
-from ckpt.load.broadcast import Broadcasts
 from ckpt.load.verified_read import read, read_verified, verify
 from ckpt.ranks.consensus import MAIN
 from ckpt.root.catalog import own_key, spread_file, whole_file
 from ckpt.root.verify import VerifiedFile
 from ckpt.state import rng
 from ckpt.state.parts import LEFT, Place, SavedTensor
-from ckpt.state.plain_values import are_plain
+from ckpt.state.registry import are_plain
 from ckpt.storage import Storage
 from ckpt.util.checked_json import Rule, broken_rules, is_count, is_list, is_mapping, is_text, joined
 from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar
+
+if TYPE_CHECKING:
+    from ckpt.load.broadcast import Broadcasts
 
 
 class PartTensors(Protocol):
@@ -245,7 +247,7 @@ class CheckpointReader:
         self.rank = rank
         self.members: Members = None  # the numbers in the job of the ranks that load, if they are not all
         self._records = {file.name: file for file in manifest.files}
-        self.broadcasts = Broadcasts(rank)
+        self.broadcasts: Broadcasts | None = None  # what ranks of this host read for each other
         self._asked: list[Any] = []  # transfers into new memory
         self._live: list[Any] = []  # transfers into memory that is in use
         self._tensors_of: dict[str, PartTensors] = {}
@@ -410,7 +412,8 @@ class CheckpointReader:
 
     def verify_live(self) -> None:
         """Verify the transfers into memory that is in use, without writing to it."""
-        mine = [transfer for transfer in self._live if self.broadcasts.reads_here(transfer)]
+        shared = self.broadcasts
+        mine = [transfer for transfer in self._live if shared is None or shared.reads_here(transfer)]
         with self._bar("verifying", mine) as advance:
             verify(mine, self.manifest.name, advance)
 
@@ -423,10 +426,12 @@ class CheckpointReader:
         self._live = []
 
     def _read(self, transfers: list[Transfer], how: Callable[..., None]) -> None:
-        alone, common = self.broadcasts.split(transfers)
+        alone = transfers
         with self._bar("loading", transfers) as advance:
-            with self.broadcasts.phase():
-                how(common, self.manifest.name, advance, threads=1)
+            if self.broadcasts is not None:
+                alone, common = self.broadcasts.split(transfers)
+                with self.broadcasts.phase():
+                    how(common, self.manifest.name, advance, threads=1)
             how(alone, self.manifest.name, advance)  # last: no other rank waits for one that fails here
 
     def _bar(self, verb: str, transfers: list[Transfer]) -> AbstractContextManager[Callable[[float], None]]:

@@ -20,8 +20,6 @@ from ckpt.formats.layout import Layout
 from ckpt.formats.native import documents
 from ckpt.formats.native.manifest import Manifest, digest
 from ckpt.formats.registry import ACCELERATE
-from ckpt.load.accelerate import UNKNOWN_PROGRESS, open_any
-from ckpt.load.broadcast import planned_broadcasts
 from ckpt.load.reader import CheckpointReader
 from ckpt.load.select import Candidate
 from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together, first_of_each, run_on_all_ranks
@@ -227,8 +225,10 @@ class Restoration:
         manifest, ranks, registry = candidate.manifest, request.ranks, request.registry
         notes = Notes()
         if manifest.origin == ACCELERATE.name:
+            from ckpt.load.accelerate import UNKNOWN_PROGRESS
+
             notes.approximated["progress"] = UNKNOWN_PROGRESS
-        reader = open_any(candidate.storage, manifest, ranks.rank, registry.parts)
+        reader = _opened(candidate, ranks.rank, registry.parts)
         reader.members = ranks.members
         reader.shares = _shares(reader, registry.parts, elsewhere)
         request.check(reader)
@@ -250,6 +250,8 @@ class Restoration:
         """Read the tensors that go into new memory; verify, or read, those that go into live memory."""
         ranks, reader = self.request.ranks, self.reader
         if broadcast:
+            from ckpt.load.broadcast import planned_broadcasts
+
             reader.broadcasts = held.enter_context(planned_broadcasts(ranks, call, *reader.wanted))
         run_on_all_ranks(ranks, call, reader.read_new)
         if self.request.verify_before_overwrite:
@@ -285,6 +287,14 @@ class Restoration:
         for key, set_state in self.setters.items():
             with naming_part(key):
                 set_state()
+
+
+def _opened(candidate: Candidate, rank: int, live: Mapping[str, Part]) -> CheckpointReader:
+    if candidate.manifest.files:
+        return CheckpointReader(candidate.storage, candidate.manifest, rank)
+    from ckpt.load.accelerate import open_foreign
+
+    return open_foreign(candidate.manifest, rank, live)
 
 
 def rewinder(reader: CheckpointReader, ranks: Ranks, generators: Mapping[str, Any], notes: Notes) -> Callable[[], None]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.compat.accelerate import save_hooks
 from ckpt.load import select
-from ckpt.load.restored import Restored
+from ckpt.load.load_state import Restored
 from ckpt.load.select import STRAY, in_memory
 from ckpt.memory.root_token import TOKEN, remove_token
 from ckpt.memory.statistics import crash_facts, saving_of

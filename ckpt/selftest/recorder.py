@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from ckpt.data.loop import Loop
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor
 from ckpt.formats.tensors import host_bytes, on_host
-from ckpt.load.restored import Restored
+from ckpt.load.load_state import Restored
 from ckpt.manager import StateManager
 from ckpt.options import Every, ManagerOptions
 from ckpt.selftest.trace import End, Plan, Resumed, Saved, Step, TraceWriter, read_trace, trace_file

@@ -2,36 +2,240 @@
 
 What only some runs have (DeepSpeed, FSDP 1, DDP, an accelerator, ...) is recognised by what the process has imported,
 and its module is imported where a part of its kind is built: here.
+
+Accumulation windows are gradients that no step of their optimizer has used yet. Gradients that remain after a step have
+been used: the common loop clears them before the next backward pass. Those that a backward pass has added since are
+lost by a resume, unless they are saved.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from ckpt.compat.torch import has_unsharded_gradients, version_of
 from ckpt.errors import ConfigError, UnsupportedError
 from ckpt.formats.layout import Members
 from ckpt.formats.native.documents import is_packed, pieces
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor
 from ckpt.formats.tensors import device_obstacle
 from ckpt.state import rng
-from ckpt.state.accumulation import Windows, holds_unsharded, obstacle
 from ckpt.state.model import ModelPart
 from ckpt.state.objects import KINDS, GivenObjects, ManagedObjects, ObjectSource, Stateful, is_part_name
 from ckpt.state.optimizer import OptimizerPart, is_joined, stepping
 from ckpt.state.parts import ENGINE, HOOKS, GradientsPart, ObjectPart, OwnPart, Part, RankObjectPart, has_state
-from ckpt.state.plain_values import PlainValues, is_plain
-from ckpt.state.unwrap import has_ddp, is_engine, is_fsdp1, is_instance
+from ckpt.state.unwrap import has_ddp, is_engine, is_fsdp1, is_instance, kinds_in, modules_in
 from ckpt.util.checked_json import joined
 
 if TYPE_CHECKING:
     from ckpt.state.ddp import HooksPart
     from ckpt.state.deepspeed import EnginePart
+
+
+_MARK = "_ckpt_used_as"  # attribute of a gradient: its version when a step used it
+_SAMPLE = 64  # evenly spaced parameters examined after each step: a fraction of a millisecond
+
+
+class Windows:
+    """Detects gradients that were added after a step.
+
+    A step hook marks the gradients that the step has used with their versions. A gradient that was added to since has
+    another version, and a new one has no mark.
+    """
+
+    def __init__(self) -> None:
+        self._samples: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, list[Any]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._hooks: list[Any] = []
+
+    def watch(self, optimizers: Iterable[Any]) -> None:
+        method = weakref.WeakMethod(self._mark_used)  # an optimizer may outlive the manager
+
+        def after_step(optimizer: Any, *_: Any) -> None:
+            mark_used = method()
+            if mark_used is not None and isinstance(optimizer, torch.optim.Optimizer):
+                mark_used(optimizer)
+
+        for optimizer in optimizers:
+            self._hooks.append(optimizer.register_step_post_hook(after_step))
+
+    def release(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def open(self, optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+        """The optimizers that have unused gradients other than zero."""
+        return [optimizer for optimizer in optimizers if self._is_fresh(optimizer) and _is_non_zero(optimizer)]
+
+    def _mark_used(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in self._sample(optimizer):
+            gradient = parameter.grad
+            if gradient is not None:
+                setattr(gradient, _MARK, _version(gradient))
+
+    def _is_fresh(self, optimizer: torch.optim.Optimizer) -> bool:
+        gradients = (parameter.grad for parameter in self._sample(optimizer))
+        return any(grad is not None and getattr(grad, _MARK, None) != _version(grad) for grad in gradients)
+
+    def _sample(self, optimizer: torch.optim.Optimizer) -> list[Any]:
+        total = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._samples.get(optimizer)
+        if known is None or known[0] != total:
+            every = [value for group in optimizer.param_groups for value in group["params"] if value.requires_grad]
+            step = max(1, -(-len(every) // _SAMPLE))
+            known = self._samples[optimizer] = total, every[::step]
+        return known[1]
+
+
+def _version(gradient: Any) -> int | None:
+    local = local_tensor(gradient) if is_sharded(gradient) else gradient  # FSDP 2 accumulates into the shard
+    return version_of(local)
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The existing gradients; of sharded ones this rank's shards."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is not None:
+                yield local_tensor(gradient) if is_sharded(gradient) else gradient
+
+
+def _is_non_zero(optimizer: torch.optim.Optimizer) -> bool:
+    return any(bool((grad.coalesce().values() if grad.is_sparse else grad).any()) for grad in _gradients(optimizer))
+
+
+def obstacle(models: Mapping[str, nn.Module], waiting: Iterable[torch.optim.Optimizer] = ()) -> str | None:
+    """Why the unused gradients of these optimizers cannot be saved; None if they can."""
+    if any(is_engine(model) for model in models.values()):
+        return "which DeepSpeed keeps to itself"
+    if any(is_fsdp1(model) for model in models.values()):
+        return "which FSDP 1 keeps to itself"
+    gradients = (gradient for optimizer in waiting for gradient in _gradients(optimizer))
+    plain = all(type(gradient) is torch.Tensor and gradient.layout is torch.strided for gradient in gradients)
+    return None if plain else "some sparse"
+
+
+def holds_unsharded(models: Mapping[str, nn.Module]) -> bool:
+    """Whether FSDP 2 holds gradients that it has not sharded yet: `set_requires_gradient_sync(False)`."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a sharded module has imported it
+    if fsdp is None:
+        return False
+    return any(
+        isinstance(module, fsdp.FSDPModule) and has_unsharded_gradients(module)
+        for model in models.values()
+        if any(isinstance(module, fsdp.FSDPModule) for module in kinds_in(model))
+        for module in modules_in(model)
+    )
+
+
+_PLAIN = (bool, int, float, str, type(None))
+_TOO_DEEP = 50
+
+
+class PlainValues(MutableMapping[str, Any]):
+    """A dict that is saved with every checkpoint, and is as it was after a resume.
+
+    What is given before a load (`register(best_loss=1e9)`) is the value where the checkpoint has none by that name.
+    A tensor or NumPy scalar with one element becomes a number.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+        self._is_loaded = False
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._values[name]
+        except KeyError:
+            known = ", ".join(map(repr, self._values)) or "none"
+            raise KeyError(f"{name!r} is no value of this run. There are: {known}") from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if not isinstance(name, str):
+            raise ConfigError(f"values are kept under names, not under {name!r}.")
+        self._values[name] = _plain(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        del self._values[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"PlainValues({self._values!r})"
+
+    def begin_with(self, values: Mapping[str, Any]) -> None:
+        """Add values, unless a checkpoint has brought others under their names."""
+        for name, value in values.items():
+            if not (self._is_loaded and name in self._values):
+                self[name] = value
+
+    def to_save(self) -> dict[str, Any]:
+        """All values as they are now, for the state of a rank; nothing if there are none.
+
+        Lists and dicts may have got anything since they were given, so they are checked again.
+        """
+        return {"values": {name: _plain(name, value) for name, value in self._values.items()}} if self._values else {}
+
+    def restore(self, values: Mapping[str, Any]) -> list[str]:
+        """Take these. Returns the names of others that are there, and keep what they have."""
+        kept = [name for name in self._values if name not in values]
+        self._values |= values
+        self._is_loaded = True
+        return kept
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is a single number, text, or None: not an object with state."""
+    return isinstance(value, (*_PLAIN, *_of_numpy("generic")))
+
+
+def are_plain(values: Any) -> bool:
+    """Whether these can be the values of a checkpoint."""
+    try:
+        return (
+            isinstance(values, dict) and all(type(name) is str for name in values) and bool(_plain("", values) or True)
+        )
+    except ConfigError:
+        return False
+
+
+def _plain(name: str, value: Any, depth: int = 0) -> Any:
+    arrays: tuple[Any, ...] = (torch.Tensor, *_of_numpy("ndarray", "generic"))
+    if isinstance(value, arrays) and getattr(value, "ndim", 0) == 0:
+        value = value.item()
+    if type(value) in _PLAIN:
+        return value
+    if depth < _TOO_DEEP and type(value) in (list, tuple):
+        return type(value)(_plain(name, item, depth + 1) for item in value)
+    if depth < _TOO_DEEP and type(value) is dict and all(type(key) in (str, int) for key in value):
+        return {key: _plain(name, item, depth + 1) for key, item in value.items()}
+    raise ConfigError(
+        f"values[{name!r}] has a {type(value).__name__} in it: values are numbers, text, None, and lists, "
+        "tuples and dicts of them. Objects with state_dict and load_state_dict are saved by register(name=object)."
+    )
+
+
+def _of_numpy(*names: str) -> tuple[type, ...]:
+    """Classes of NumPy; none where nobody has imported it, and so no value can be of them."""
+    numpy = sys.modules.get("numpy")
+    return tuple(getattr(numpy, name) for name in names) if numpy is not None else ()
+
 
 RESERVED = (*KINDS, "custom", "rng", "generators", "loaders", "gradients", HOOKS, ENGINE, "state", "manifest", "values")
 

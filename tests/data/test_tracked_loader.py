@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ckpt.data.restore_strategy import ByIndex, ByReplay, ByState, RestoreStrategy
-from ckpt.data.tracked_loader import TrackedLoader
+from ckpt.data.tracked_loader import ByIndex, ByReplay, ByState, RestoreStrategy, TrackedLoader
 from tests.helpers.second_process import slow_where
 
 

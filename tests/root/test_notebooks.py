@@ -12,7 +12,7 @@ from torch import nn
 
 import ckpt
 from ckpt.data.progress import Progress
-from ckpt.load.restored import Restored
+from ckpt.load.load_state import Restored
 
 
 class Cells(HTMLParser):

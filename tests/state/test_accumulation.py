@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
-from ckpt.state.accumulation import Windows
+from ckpt.state.registry import Windows
 from tests.helpers.places import Place
 from tests.helpers.processes import run_ranks
 from tests.helpers.training import exact
