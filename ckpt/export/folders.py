@@ -16,8 +16,7 @@ from pathlib import Path
 from ckpt.errors import ConfigError, LockedError, StorageError
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.storage import LocalStorage, disk_path
-from ckpt.storage.local.files import sync_directory
-from ckpt.storage.local.storage import TEMPORARY
+from ckpt.storage.local.files import TEMPORARY, sync_directory
 from ckpt.util.threads import OwnerProcess
 
 _WEIGHTS = re.compile(r"((?:adapter_)?model)(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?")

@@ -12,16 +12,18 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from ckpt.errors import AbsentError, DeniedError, FullError, StorageError, TransientError
-from ckpt.storage.base import Buffer, StablePieces
+from ckpt.errors import AbsentError, ConfigError, DeniedError, FullError, StorageError, TransientError
+from ckpt.storage.base import ROOT_LOCK, Buffer, StablePieces, check_key
 from ckpt.util.aligned_memory import ALIGNMENT, O_DIRECT, address_of, allocate_aligned, copy_bytes
 from ckpt.util.threads import WorkerThread
 
@@ -43,34 +45,40 @@ class NotRegularError(OSError):
     """What is under that name is neither a file nor a folder."""
 
 
-def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+def open_regular(
+    path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666, *, dir_fd: int | None = None
+) -> int:
     """A descriptor of a regular file. With `O_NOFOLLOW` among the flags, a symbolic link is none."""
     try:
-        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode)
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode, dir_fd=dir_fd)
     except OSError as error:
-        if error.errno in _NO_DRIVER or (error.errno == errno.ELOOP and os.path.islink(path)):
-            raise not_regular(path) from None
+        if error.errno in _NO_DRIVER or (error.errno == errno.ELOOP and stat.S_ISLNK(_mode(path, dir_fd))):
+            raise not_regular(path, dir_fd=dir_fd) from None
         raise
     try:
         status = os.fstat(descriptor)
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
         if not stat.S_ISREG(status.st_mode):
-            raise not_regular(path)
+            raise not_regular(path, dir_fd=dir_fd)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
 
 
-def not_regular(path: str | os.PathLike[str]) -> NotRegularError:
+def not_regular(path: str | os.PathLike[str], *, dir_fd: int | None = None) -> NotRegularError:
     """The error about something that is no file, which says what it is."""
-    try:
-        mode = os.lstat(path).st_mode
-    except OSError:
-        mode = 0
+    mode = _mode(path, dir_fd)
     kind = next((name for matches, name in _KINDS if matches(mode)), "no regular file")
     return NotRegularError(errno.EINVAL, f"it is {kind} in place of a file", os.fspath(path))
+
+
+def _mode(path: str | os.PathLike[str], dir_fd: int | None) -> int:
+    try:
+        return os.stat(path, dir_fd=dir_fd, follow_symlinks=False).st_mode
+    except OSError:
+        return 0
 
 
 def has_one_name(descriptor: int) -> bool:
@@ -171,6 +179,201 @@ def sync_directory(folder: str | Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+TEMPORARY = ".ckpt-tmp"  # how the names end of what is being written
+OWN_LOCK = ".ckpt-lock"  # and of files that are there while somebody holds a lock
+
+# What is below a folder: where keys lead, and what may be followed.
+_SNAPSHOT = re.compile(r"((.*)/models--[^/]+)/snapshots/[0-9a-f]{40}(?:/.*)?")
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_LONGEST_PATH = 4096
+_EXCHANGES = 10
+
+
+class OutsideError(AbsentError, ConfigError):
+    """A symbolic link leads out of the root: for whoever reads the root, nothing is there."""
+
+
+class HeldFolder:
+    """The folder of a key, open, and the key's name in it.
+
+    Not by `contextmanager`, for the reason that `storage.py::_Translated` gives.
+    """
+
+    def __init__(self, folder: int, name: str) -> None:
+        self._folder, self._name = folder, name
+
+    def __enter__(self) -> tuple[int, str]:
+        return self._folder, self._name
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._folder)
+
+
+class Tree:
+    """Resolves the keys of a storage to an open folder and a name in it, by which everything there is done.
+
+    Whoever exchanges a folder for a symbolic link in the meantime leads nobody out. Links that were there before are
+    followed only where they do not lead out of the root.
+    """
+
+    def __init__(self, root: Path, shown: str) -> None:
+        self._root = str(root)
+        self._shown = shown
+        # a snapshot in Hugging Face's cache is made of links to the blobs of its repository, or to those that all share
+        snapshot = _SNAPSHOT.fullmatch(self._root)
+        self._bounds = (snapshot.group(1), f"{snapshot.group(2)}/blobs") if snapshot else (self._root,)
+
+    def held(self, key: str, *, make: bool = False) -> HeldFolder:
+        """The folder of `key`, and its name there. A link of that name is itself read, replaced or removed."""
+        above, _, name = check_key(key).rpartition("/")
+        return HeldFolder(self.made(above) if make else self.folder(above), name)
+
+    def folder(self, key: str) -> int:
+        """A descriptor of a folder; with an empty key, of the root."""
+        if not key:
+            return os.open(self._root, _FOLDER)  # which may be a link, or below one: its owner has named it
+        first, *others = key.split("/")
+        try:
+            return _descend(f"{self._root}/{first}", others, os.O_NOFOLLOW)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+                raise
+        return self._behind_links(key, key)
+
+    def made(self, key: str) -> int:
+        """A descriptor of a folder, which is made where it is missing, and then outlives a crash."""
+        with suppress(FileNotFoundError):
+            return self.folder(key)
+        make_directories(Path(self._root))
+        for part in accumulate(key.split("/") if key else (), "{}/{}".format):
+            with self.held(part) as (above, name):
+                try:
+                    os.mkdir(name, dir_fd=above)
+                except FileExistsError:
+                    continue
+                os.fsync(above)
+        return self.folder(key)
+
+    def open(self, key: str) -> int:
+        """A descriptor to read a file by. Only what is opened last is looked at: nothing else is ever read."""
+        with self.held(key) as (folder, name):
+            try:
+                return open_regular(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
+            except NotRegularError:
+                pass
+        return self._open_link(key)
+
+    def _open_link(self, key: str) -> int:
+        with self.behind(key) as (folder, name):
+            return open_regular(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
+
+    def behind(self, key: str) -> HeldFolder:
+        """The folder and the name of what a link leads to."""
+        real = real_path(f"{self._root}/{key}")
+        return HeldFolder(self._behind_links(os.path.dirname(real), key), os.path.basename(real))
+
+    def _behind_links(self, path: str, key: str) -> int:
+        """A descriptor of the folder that a path leads to: found through its links, and opened through none."""
+        real = real_path(os.path.join(self._root, path))  # where it is absolute, without the root
+        base = next((base for base in map(os.path.realpath, self._bounds) if is_below(real, base)), None)
+        if base is None:
+            raise self._outside(key)
+        return _descend(base, Path(real).relative_to(base).parts, 0)
+
+    def _outside(self, key: str) -> OutsideError:
+        return OutsideError(f"{self._shown}/{key} leads out of the root through a symbolic link. It is not touched.")
+
+    def status(self, key: str) -> os.stat_result:
+        """What is under a key: of a link, what it leads to."""
+        with self.held(key) as (folder, name):
+            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        return self._status_of_link(key) if stat.S_ISLNK(status.st_mode) else status
+
+    def _status_of_link(self, key: str) -> os.stat_result:
+        with self.behind(key) as (folder, name):
+            return os.stat(name, dir_fd=folder, follow_symlinks=False)
+
+    def walk(
+        self, prefix: str, takes: Callable[[str], bool], *, other_roots: bool = True
+    ) -> Iterator[tuple[str, os.stat_result]]:
+        """The keys below `prefix` whose names it `takes`, and what is there. No folder is entered through a link.
+
+        A folder that cannot be read is an error. Deeper than the longest path of the system nothing is seen.
+        `other_roots`: whether to go into folders that are the root of another run.
+        """
+        left = [check_key(prefix) if prefix else ""]
+        while left:
+            key = left.pop()
+            if len(self._root) + len(key) >= _LONGEST_PATH:
+                continue
+            try:
+                folder = self.folder(key)
+            except OutsideError:
+                if key == prefix:
+                    raise
+                continue  # it was a folder a moment ago
+            except OSError as error:
+                if not is_nothing_there(error):  # or a run would start anew beside its checkpoints
+                    raise
+                continue
+            try:
+                with os.scandir(folder) as found:
+                    entries = list(found)
+                if not other_roots and key and any(entry.name == ROOT_LOCK for entry in entries):
+                    continue
+                below = f"{key}/" if key else ""
+                left += [below + entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+                for entry in entries:
+                    if takes(entry.name) and not _is_folder(entry):
+                        with suppress(*NOTHING_THERE):  # removed while we walk
+                            yield below + entry.name, self._listed(folder, below, entry.name)
+            finally:
+                os.close(folder)
+
+    def _listed(self, folder: int, below: str, name: str) -> os.stat_result:
+        """What is there: of a link that may be followed what it leads to, else the link itself."""
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if stat.S_ISLNK(status.st_mode):
+            with suppress(OSError):  # it leads out, or nowhere
+                return self._status_of_link(below + name)
+        return status
+
+
+def _descend(path: str, words: Iterable[str], flags: int) -> int:
+    """A descriptor of the folder at `path`, or below it, where no word may be a link."""
+    folder = os.open(path, _FOLDER | flags)
+    for word in words:
+        try:
+            inner = os.open(word, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+        finally:
+            os.close(folder)
+        folder = inner
+    return folder
+
+
+def real_path(path: str) -> str:
+    """Where a path leads through its links; nowhere, if somebody goes on exchanging them."""
+    for _ in range(_EXCHANGES):
+        try:
+            return os.path.realpath(path)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # it was a link, and is none any more
+                raise
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+
+def is_below(real: str, base: str) -> bool:
+    return os.path.commonpath([base, real]) == base
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a folder, or a link to one. A link that leads nowhere is none."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -409,10 +612,16 @@ _WRITE = 2  # SYNC_FILE_RANGE_WRITE
 _NO_HINTS = {errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP}
 
 
-def write_file(path: Path, pieces: Iterable[Buffer]) -> None:
-    """Create a file, and return when its bytes would survive a crash."""
-    with open(path, "xb", buffering=0) as file:
-        write_durably(file.fileno(), pieces)
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+
+
+def write_file(folder: int, name: str, pieces: Iterable[Buffer]) -> None:
+    """Create a file in an open folder, and return when its bytes would survive a crash."""
+    descriptor = os.open(name, _NEW, 0o666, dir_fd=folder)
+    try:
+        write_durably(descriptor, pieces)
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(eq=False)
@@ -420,7 +629,8 @@ class UnnamedFile:
     """A file under its temporary name, with the key it is written for and the version that it may replace."""
 
     key: str
-    temporary: Path
+    folder: int  # open until the group has ended
+    temporary: str
     over: str | None
     descriptor: int | None = None  # open until the file is synced
 
@@ -435,7 +645,7 @@ class UnnamedFile:
         with suppress(OSError):
             self._close()
         with suppress(OSError):
-            self.temporary.unlink()
+            os.unlink(self.temporary, dir_fd=self.folder)
 
     def _close(self) -> None:
         descriptor, self.descriptor = self.descriptor, None
@@ -449,41 +659,46 @@ class WriteGroup:
 
     files: list[UnnamedFile] = field(default_factory=list)
     failed: Exception | None = None  # the first error: the kernel reports a failed fsync once
-    _open: dict[Path, int] = field(default_factory=dict)
+    _open: dict[tuple[int, str], int] = field(default_factory=dict)
+    _folders: dict[str, int] = field(default_factory=dict)  # descriptors
 
     @property
     def is_full(self) -> bool:
         return len(self.files) >= _MOST_FILES
 
-    def write(self, path: Path, pieces: Iterable[Buffer]) -> None:
+    def folder(self, key: str, make: Callable[[str], int]) -> int:
+        """The folder of that key, which stays open until the group has ended."""
+        if key not in self._folders:
+            self._folders[key] = make(key)
+        return self._folders[key]
+
+    def write(self, folder: int, name: str, pieces: Iterable[Buffer]) -> None:
         """Write a file. A small one is only sent on its way to the disk: `UnnamedFile.sync` waits for it."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._open[path] = descriptor
+        descriptor = self._open[folder, name] = os.open(name, _NEW, 0o666, dir_fd=folder)
         stable = StablePieces.of(pieces)
         if stable is not None and is_small(stable):
             write_small(descriptor, stable)
             _start_writeback(descriptor)
         else:
             write_durably(descriptor, pieces)
-            os.close(self._open.pop(path))
+            os.close(self._open.pop((folder, name)))
 
-    def add(self, key: str, temporary: Path, over: str | None, make: Callable[[Path], None]) -> None:
+    def add(self, file: UnnamedFile, make: Callable[[int, str], None]) -> None:
         """Create a file under its temporary name."""
-        file = UnnamedFile(key, temporary, over)
         self.files.append(file)
         try:
-            make(temporary)
+            make(file.folder, file.temporary)
         except BaseException:
             self.files.remove(file)
-            file.descriptor = self._open.pop(temporary, None)
+            file.descriptor = self._open.pop((file.folder, file.temporary), None)
             file.discard()
             raise
-        file.descriptor = self._open.pop(temporary, None)
+        file.descriptor = self._open.pop((file.folder, file.temporary), None)
 
-    def keys_by_folder(self) -> dict[Path, list[str]]:
-        found: dict[Path, list[str]] = {}
+    def keys_by_folder(self) -> dict[int, list[str]]:
+        found: dict[int, list[str]] = {}
         for file in self.files:
-            found.setdefault(file.temporary.parent, []).append(file.key)
+            found.setdefault(file.folder, []).append(file.key)
         return found
 
     def discard(self) -> None:
@@ -491,9 +706,10 @@ class WriteGroup:
         for file in self.files:
             file.discard()
         self.files.clear()
-        while self._open:  # an interrupt came before the file was noted
-            with suppress(OSError):
-                os.close(self._open.popitem()[1])
+        for opened in (self._open, self._folders):  # an interrupt came before the file was noted
+            while opened:
+                with suppress(OSError):
+                    os.close(opened.popitem()[1])
 
 
 def _start_writeback(descriptor: int) -> None:

@@ -4,37 +4,55 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import logging
 import os
+import pwd
 import stat
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt.errors import LockedError, StorageError
 from ckpt.storage.base import LostError
-from ckpt.storage.local.files import NO_LOCKS, NotRegularError, has_one_name, make_directories, open_regular
+from ckpt.storage.local.files import (
+    NO_LOCKS,
+    NOTHING_THERE,
+    OWN_LOCK,
+    NotRegularError,
+    Tree,
+    has_one_name,
+    not_regular,
+    open_regular,
+)
 
 _log = logging.getLogger("ckpt")
+
+
+_PATIENCE = 30.0  # seconds that a rename, which is all that is done under its lock, may take others
+_RELEASING = 0.5  # seconds that a reader waits for the one who is just removing the file of the lock
+_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_RENAMES = f".renames{OWN_LOCK}"
+_LONGEST_NAME = 255  # bytes
 
 
 @dataclass(frozen=True, eq=False)
 class HeldLock:
     """An flock that this process holds."""
 
-    key: str
+    key: str  # of its file
     path: Path
     descriptor: int
-    noted: bool  # it is a lock file with the holder's note in it
-    made: bool  # it is an empty folder, created for the lock and removed with it
+    noted: bool  # the holder's note is in it
+    lasting: bool  # it stays when it is released
 
     def is_in_place(self) -> bool:
         """Whether the path still leads to the locked file. A lock on a file that was removed excludes nobody."""
         try:
-            there = os.stat(self.path)
+            there = os.lstat(self.path)
         except (FileNotFoundError, NotADirectoryError):
             return False
         return os.path.samestat(there, os.fstat(self.descriptor))
@@ -47,32 +65,39 @@ class HeldLock:
 
 
 class LocalLocks:
-    """The locks of one local storage that this process holds.
+    """The locks of one local storage that this process holds, each an flock on a file of ckpt's own.
 
-    A key whose name begins with a dot is a lock file, created if it is missing. For any other key the folder or file
-    itself is locked; if there is none, an empty folder is created for as long as the lock lasts. A lock file would be
-    in the way of the checkpoint that is saved under that name later.
+    Whoever may only read a folder can open none of these files, and so can keep nobody from anything: an flock on the
+    folder itself needs no more than that. Such a reader holds nothing.
+
+    A key whose name begins with a dot is a lock file, which stays. For any other key it is a file beside it, with
+    `OWN_LOCK` in its name, which the last holder removes.
     """
 
-    def __init__(self, root: Path, shown: str) -> None:
+    def __init__(self, tree: Tree, root: Path, shown: str) -> None:
+        self._tree = tree
         self._root = root
         self._shown = shown
         self._exclusive: list[HeldLock] = []  # lock files of the holders in this storage
 
-    def acquire(self, key: str, path: Path, *, shared: bool, note: str) -> HeldLock | None:
-        """Lock the file or folder at `path`. None where the filesystem has no locks."""
-        while True:
-            with no_fork:
-                held = self._locked(key, path, shared=shared, note=note)
-                if held is None:
-                    return None
-                with _closed_on_error(held.descriptor):
-                    in_place = held.is_in_place()
-                if in_place:
-                    _held.add(held.descriptor)
-                    break
-                close(held.descriptor)  # its previous holder removed it before releasing it
-        if held.noted:
+    def acquire(self, key: str, *, shared: bool, note: str) -> HeldLock | None:
+        """Lock a key. None where the filesystem has no locks, or this process may only read."""
+        above, _, name = key.rpartition("/")
+        lasting = self._is_lock_file(key, shared=shared)
+        file = key if lasting else f"{above}/{_lock_name(name)}".lstrip("/")
+        try:
+            held = self._wait(key, file, shared=shared, lasting=lasting, patience=_RELEASING if shared else 0.0)
+        except OSError as error:
+            if not shared or error.errno not in _REFUSED:
+                raise
+            _say_once(
+                logging.INFO,
+                "%s can only be read here: whoever may write there may remove what is being read.",
+                self._shown,
+            )
+            return None
+        if held is not None and note and not shared and lasting:
+            held = replace(held, noted=True)
             self._exclusive.append(held)
             try:
                 held.write_note(note)
@@ -80,6 +105,22 @@ class LocalLocks:
                 self.release(held)
                 raise
         return held
+
+    @contextmanager
+    def renaming(self) -> Iterator[None]:
+        """One at a time gives a file a name that may be taken. Waits for the others, but not without end."""
+        try:
+            held = self._wait("", _RENAMES, shared=False, lasting=False, patience=_PATIENCE)
+        except LockedError as error:  # for which a checkpoint would be taken to be in use
+            raise StorageError(
+                f"{error} ckpt locks that only while it renames a file, and has waited for {_PATIENCE:.0f} s. End "
+                "that process. Nothing was changed."
+            ) from None
+        try:
+            yield
+        finally:
+            if held is not None:
+                self.release(held)
 
     def release(self, held: HeldLock) -> None:
         with no_fork:
@@ -92,14 +133,20 @@ class LocalLocks:
                 close(held.descriptor)
 
     def _leave(self, held: HeldLock) -> None:
-        """Remove the note and the folder of a lock. A failure is ignored: what is left does no harm."""
+        """Remove the note, or the file. A failure is ignored: what is left does no harm."""
         if held.noted:
             self._exclusive.remove(held)
-            with suppress(OSError):
+        with suppress(OSError):
+            if held.noted:
                 held.write_note("")  # the next holder may leave none
-        with suppress(OSError):  # not empty any more
-            if held.made and held.is_in_place():
-                held.path.rmdir()
+            elif not held.lasting:
+                fcntl.flock(held.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # or others hold it too
+                if held.is_in_place():
+                    self._remove(held.key)
+
+    def _remove(self, key: str) -> None:
+        with self._tree.held(key) as (folder, name):
+            os.unlink(name, dir_fd=folder)
 
     def confirm(self) -> None:
         """Raise if a lock file that this process holds was removed: others may hold the root by now."""
@@ -119,60 +166,94 @@ class LocalLocks:
                 f"{error.strerror or error}. Nothing was changed there. Try again."
             ) from error
 
-    def _locked(self, key: str, path: Path, *, shared: bool, note: str) -> HeldLock | None:
-        descriptor, made = self._opened(path, shared=shared)
+    def _is_lock_file(self, key: str, *, shared: bool) -> bool:
+        """Whether the key itself is the file to lock. What is under it must be a file or a folder, if anything."""
+        try:
+            mode = self._tree.status(key).st_mode
+        except NOTHING_THERE:
+            if shared:
+                raise
+            mode = stat.S_IFREG
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise self._none_of_ours(key, not_regular(self._root / key))
+        return key.rpartition("/")[2].startswith(".") and not stat.S_ISDIR(mode)
+
+    def _wait(self, key: str, file: str, *, shared: bool, lasting: bool, patience: float) -> HeldLock | None:
+        """Lock a file, and be sure that it is the one that others would lock."""
+        end, pause = time.monotonic() + patience, 0.001
+        while True:
+            try:
+                with no_fork:
+                    held = self._locked(key, file, shared=shared, lasting=lasting)
+                    if held is None:
+                        return None
+                    with _closed_on_error(held.descriptor):
+                        in_place = held.is_in_place()
+                    if in_place:
+                        _held.add(held.descriptor)
+                        return held
+                    close(held.descriptor)  # its previous holder removed it before releasing it
+            except LockedError:
+                if time.monotonic() >= end:
+                    raise
+                time.sleep(pause)
+                pause = min(0.05, 2 * pause)
+
+    def _locked(self, key: str, file: str, *, shared: bool, lasting: bool) -> HeldLock | None:
+        descriptor = self._opened(file, make=not (shared and lasting))
         with _closed_on_error(descriptor):
-            return self._flocked(key, path, descriptor, shared=shared, note=note, made=made)
-
-    def _flocked(
-        self, key: str, path: Path, descriptor: int, *, shared: bool, note: str, made: bool
-    ) -> HeldLock | None:
-        try:
-            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = _note_in(descriptor)
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise LockedError(f"{self._shown}/{key} is held: {holder or 'by somebody else.'}") from None
-            if made:
-                with suppress(OSError):
-                    path.rmdir()
-            if error.errno in NO_LOCKS:
-                _warn_without_locks(str(self._root))
+            try:
+                fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    where = "/".join(filter(None, (self._shown, key)))
+                    raise LockedError(f"{where} is held: {_note_in(descriptor) or _holders(descriptor)}") from None
+                if error.errno not in NO_LOCKS:
+                    raise
+                _say_once(
+                    logging.WARNING,
+                    "%s: this filesystem has no locks. Make sure that only one run writes there at a time.",
+                    str(self._root),
+                )
                 close(descriptor)
+                if not lasting:
+                    self._remove(file)
                 return None
-            raise
-        noted = bool(note) and not shared and _is_lock_file(path) and stat.S_ISREG(os.fstat(descriptor).st_mode)
-        return HeldLock(key, path, descriptor, noted=noted, made=made)
+            return HeldLock(file, self._root / file, descriptor, noted=False, lasting=lasting)
 
-    def _opened(self, path: Path, *, shared: bool) -> tuple[int, bool]:
-        """A descriptor of the file or folder to lock, and whether the folder was created for it."""
-        if _is_lock_file(path) and not shared and not path.is_dir():
-            make_directories(path.parent)
-            return self._lock_file(path), False
-        made = False
-        if not shared and not path.exists():
-            make_directories(path.parent)
-            with suppress(FileExistsError):
-                path.mkdir()
-                made = True
-        return _file_or_folder(path), made
+    def _opened(self, file: str, *, make: bool) -> int:
+        """A descriptor of a lock's file, which nobody may open who may not write to its folder."""
+        with self._tree.held(file, make=make) as (folder, name):
+            try:
+                flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if make else 0)
+                descriptor = open_regular(name, flags, 0o600, dir_fd=folder)
+            except NotRegularError as error:
+                raise self._none_of_ours(file, error) from None
+            with _closed_on_error(descriptor), suppress(PermissionError):
+                _keep_to_writers(descriptor, folder)
+            return descriptor
 
-    def _lock_file(self, path: Path) -> int:
-        try:
-            return open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
-        except NotRegularError as error:
-            shown = f"{self._shown}/{path.relative_to(self._root)}"
-            raise StorageError(
-                f"could not lock {shown}: {error.strerror}, and not of ckpt. Remove it, then try again."
-            ) from None
+    def _none_of_ours(self, key: str, error: NotRegularError) -> StorageError:
+        return StorageError(
+            f"could not lock {self._shown}/{key}: {error.strerror}, and not of ckpt. Remove it, then try again."
+        )
 
 
-def _file_or_folder(path: Path) -> int:
-    """A descriptor to lock. Whatever is neither a file nor a folder, such as a named pipe, is as good as absent."""
-    try:
-        return open_regular(path)
-    except IsADirectoryError:
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _lock_name(name: str) -> str:
+    """The name of the file beside another by which that is locked."""
+    beside = f".{name}{OWN_LOCK}"
+    if len(os.fsencode(beside)) > _LONGEST_NAME:
+        beside = f".{hashlib.sha256(os.fsencode(name)).hexdigest()}{OWN_LOCK}"
+    return beside
+
+
+def _keep_to_writers(descriptor: int, folder: int) -> None:
+    """Let those open the file of a lock who may remove it: its owner, and whoever may write to its folder."""
+    about, above = os.fstat(descriptor), os.fstat(folder).st_mode
+    others = 0 if above & stat.S_ISVTX else above & 0o022
+    wanted = 0o600 | others | others << 1
+    if about.st_uid == os.geteuid() and stat.S_IMODE(about.st_mode) != wanted and about.st_nlink == 1:
+        os.fchmod(descriptor, wanted)
 
 
 def _note_in(descriptor: int) -> str:
@@ -181,6 +262,30 @@ def _note_in(descriptor: int) -> str:
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         return ""
     return os.pread(descriptor, 4096, 0).decode(errors="replace")
+
+
+def _holders(descriptor: int) -> str:
+    """Who holds an flock on an open file, as far as the system tells."""
+    inode, found = os.fstat(descriptor).st_ino, []
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/locks").read_text().splitlines():  # 1: FLOCK  ADVISORY  WRITE 1234 fd:01:5678 0 EOF
+            words = line.split()
+            if words[1] == "FLOCK" and int(words[5].rpartition(":")[2]) == inode:
+                found.append(_process(words[4]))
+    return f"by {' and '.join(found) or 'somebody else'}."
+
+
+def _process(pid: str) -> str:
+    """A process, its user, and since when it runs."""
+    uid = os.stat(f"/proc/{pid}").st_uid
+    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    began = time.time() - float(Path("/proc/uptime").read_text().split()[0]) + ticks / os.sysconf("SC_CLK_TCK")
+    since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began))
+    try:
+        user = pwd.getpwuid(uid).pw_name
+    except KeyError:
+        user = str(uid)
+    return f"process {pid} of user {user}, which runs since {since}"
 
 
 def close(descriptor: int) -> None:
@@ -197,10 +302,6 @@ def _closed_on_error(descriptor: int) -> Iterator[None]:
     except BaseException:
         close(descriptor)
         raise
-
-
-def _is_lock_file(path: Path) -> bool:
-    return path.name.startswith(".")
 
 
 _held: set[int] = set()
@@ -220,56 +321,10 @@ def _release_in_child() -> None:
 
 os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=_release_in_child)
 
-_warned: set[str] = set()
+_said: set[tuple[int, str]] = set()
 
 
-def _warn_without_locks(root: str) -> None:
-    if root not in _warned:
-        _warned.add(root)
-        _log.warning("%s: this filesystem has no locks. Make sure that only one run writes there at a time.", root)
-
-
-_PATIENCE = 30.0  # seconds: it is held for a rename
-
-
-@contextmanager
-def locked_directory(folder: Path) -> Iterator[None]:
-    """Hold a directory exclusively, waiting for the present holder to release it, but not without end."""
-    with no_fork:  # a child must not get a copy of the lock
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            _lock_in_time(descriptor, folder)
-            yield
-        finally:
-            close(descriptor)
-
-
-def _lock_in_time(descriptor: int, folder: Path) -> None:
-    end, pause = time.monotonic() + _PATIENCE, 0.001
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except OSError as error:
-            if error.errno in NO_LOCKS:
-                return
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
-        if time.monotonic() > end:
-            raise StorageError(  # not a LockedError, for which a checkpoint would be taken to be in use
-                f"{folder} has been locked for {_PATIENCE:.0f} s by {_holders(descriptor)}. ckpt itself locks it only "
-                "while it renames a file. End that process, or keep other users out of the folder. Nothing was changed."
-            )
-        time.sleep(pause)
-        pause = min(0.05, 2 * pause)
-
-
-def _holders(descriptor: int) -> str:
-    """Who holds an flock on an open file, as far as the system tells."""
-    status, found = os.fstat(descriptor), []
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/locks").read_text().splitlines():  # 1: FLOCK  ADVISORY  WRITE 1234 fd:01:5678 0 EOF
-            words = line.split()
-            if words[1] == "FLOCK" and int(words[5].rpartition(":")[2]) == status.st_ino:
-                found.append(f"process {words[4]} of user {os.stat(f'/proc/{words[4]}').st_uid}")
-    return " and ".join(found) or "another process"
+def _say_once(level: int, text: str, root: str) -> None:
+    if (level, root) not in _said:
+        _said.add((level, root))
+        _log.log(level, text, root)

@@ -6,32 +6,31 @@ import ctypes
 import errno
 import mmap
 import os
-import re
 import secrets
 import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 
-from ckpt.errors import AbsentError, ConfigError, NotDurableError, StorageError, TruncatedError
-from ckpt.storage.base import ANY, ROOT_LOCK, Buffer, Entry, Unfinished, changed, check_key
+from ckpt.errors import ConfigError, NotDurableError, StorageError, TruncatedError
+from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, changed, check_key
 from ckpt.storage.local.files import (
     NOTHING_THERE,
+    OWN_LOCK,
+    TEMPORARY,
+    Tree,
+    UnnamedFile,
     WriteGroup,
     is_mostly_holes,
     is_nothing_there,
-    make_directories,
     not_regular,
-    open_regular,
-    sync_directory,
     translated,
     write_file,
 )
-from ckpt.storage.local.locks import LocalLocks, locked_directory
+from ckpt.storage.local.locks import LocalLocks
 from ckpt.util.aligned_memory import ALIGNMENT, O_DIRECT, allocate_aligned, copy_bytes
 from ckpt.util.option_values import is_path, said
 
@@ -60,35 +59,21 @@ class _Pages(ctypes.Structure):
     )
 
 
-def read_scattered(path: str, start: int, buffers: list[memoryview], *, cached: bool = False) -> int:
+def read_scattered(descriptor: int, start: int, buffers: list[memoryview], *, cached: bool = False) -> int:
     """Fill the buffers in turn from `start`. Returns how many bytes are missing because the file ends earlier.
 
     With `cached`, all is read through the page cache.
     """
     left = [buffer for buffer in buffers if len(buffer)]
-    descriptor = open_regular(path)
-    try:
-        size = sum(map(len, left))
-        if size >= _WORTH_IT and not cached and not _is_cached(descriptor, start, size):
-            start, left = _past_cache(path, start, left)
-        while left:
-            got = os.preadv(descriptor, _at_once(left), start)
-            if not got:
-                break
-            start, left = start + got, _rest(left, got)
-    finally:
-        os.close(descriptor)
+    size = sum(map(len, left))
+    if size >= _WORTH_IT and not cached and not _is_cached(descriptor, start, size):
+        start, left = _past_cache(descriptor, start, left)
+    while left:
+        got = os.preadv(descriptor, _at_once(left), start)
+        if not got:
+            break
+        start, left = start + got, _rest(left, got)
     return sum(map(len, left))
-
-
-def evict(path: str) -> None:
-    """Drop the clean pages of a file from the page cache, where the system can."""
-    descriptor = open_regular(path)
-    try:
-        with suppress(AttributeError, OSError):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
 
 
 def _is_cached(descriptor: int, start: int, size: int) -> bool:
@@ -98,10 +83,10 @@ def _is_cached(descriptor: int, start: int, size: int) -> bool:
     return not known or found.cached * mmap.PAGESIZE * 2 > size
 
 
-def _past_cache(path: str, start: int, left: list[memoryview]) -> tuple[int, list[memoryview]]:
+def _past_cache(cached: int, start: int, left: list[memoryview]) -> tuple[int, list[memoryview]]:
     """Read aligned blocks with direct I/O. Stops where that is refused, or the file ends."""
     try:
-        descriptor = open_regular(path, os.O_RDONLY | O_DIRECT)
+        descriptor = os.open(f"/proc/self/fd/{cached}", os.O_RDONLY | os.O_CLOEXEC | O_DIRECT)  # the same file again
     except OSError:
         return start, left
     bounce = _bounce()
@@ -159,110 +144,6 @@ def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
     return []
 
 
-# The paths below a folder: where keys lead, what may be followed, and what is there.
-_SNAPSHOT = re.compile(r"((.*)/models--[^/]+)/snapshots/[0-9a-f]{40}(?:/.*)?")
-
-
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-
-
-class OutsideError(AbsentError, ConfigError):
-    """A symbolic link leads out of the root: for whoever reads the root, nothing is there."""
-
-
-class Tree:
-    """The folder of a storage. Symbolic links in it are followed only where they do not lead out of it."""
-
-    def __init__(self, root: Path, shown: str) -> None:
-        self._root = root
-        self._shown = shown
-        # a snapshot in Hugging Face's cache is made of links to the blobs of its repository, or to those that all share
-        snapshot = _SNAPSHOT.fullmatch(str(root))
-        self._bounds = (snapshot.group(1), f"{snapshot.group(2)}/blobs") if snapshot else (str(root),)
-        self._follows = snapshot is not None
-
-    def path(self, key: str, *, followed: bool = False) -> Path:
-        """The path of `key`. Unless it is `followed`, a symbolic link of that name is itself replaced or removed."""
-        path = self._root / check_key(key)
-        words = key.split("/") if followed else key.split("/")[:-1]
-        if self._has_links(words) and not self._is_below(os.path.realpath(path if followed else path.parent)):
-            raise self._outside(key)
-        return path
-
-    def _outside(self, key: str) -> OutsideError:
-        return OutsideError(f"{self._shown}/{key} leads out of the root through a symbolic link. It is not touched.")
-
-    @contextmanager
-    def held(self, key: str) -> Iterator[tuple[int, str]]:
-        """The folder of `key`, open, and its name there: whoever exchanges the folder for a link leads nobody out."""
-        path = self.path(key)
-        real = os.path.realpath(path.parent)
-        base = self._bound(real)
-        if base is None:
-            raise self._outside(key)
-        folder = os.open(base, _FOLDER)
-        try:
-            for word in Path(real).relative_to(base).parts:
-                inner = os.open(word, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
-                os.close(folder)
-                folder = inner
-            yield folder, path.name
-        finally:
-            os.close(folder)
-
-    def walk(self, prefix: str, *, other_roots: bool = True) -> Iterator[tuple[str, Iterable[str]]]:
-        """The folders below `prefix`, with the names of what is in them and is no folder. Links are not followed.
-
-        A folder that cannot be read is an error. Deeper than the longest path of the system nothing is seen.
-        `other_roots`: whether to go into folders that are the root of another run.
-        """
-        left = [str(self.path(prefix, followed=True) if prefix else self._root)]
-        while left:
-            folder = left.pop()
-            try:
-                with os.scandir(folder) as found:
-                    entries = list(found)
-            except OSError as error:
-                if not is_nothing_there(error):  # or a run would start anew beside its checkpoints
-                    raise
-                continue
-            if not other_roots and folder != str(self._root) and any(entry.name == ROOT_LOCK for entry in entries):
-                continue
-            left += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
-            yield folder, [entry.name for entry in entries if not _is_folder(entry)]
-
-    def status(self, path: str) -> os.stat_result:
-        """What is at a path: of a link that may be followed what it leads to, else the link itself."""
-        try:
-            status = os.stat(path) if self._follows else os.lstat(path)
-            if stat.S_ISLNK(status.st_mode) and self._is_below(os.path.realpath(path)):
-                with suppress(OSError):  # or it leads nowhere
-                    return os.stat(path)
-            return status
-        except OSError as error:
-            raise FileNotFoundError(path) if is_nothing_there(error) else error from None
-
-    def _has_links(self, words: Iterable[str]) -> bool:
-        return any(os.path.islink(path) for path in accumulate(words, "{}/{}".format, initial=str(self._root)))
-
-    def _is_below(self, real: str) -> bool:
-        return self._bound(real) is not None
-
-    def _bound(self, real: str) -> str | None:
-        """The folder, of those that links may lead to, that has this path in it."""
-        roots = map(os.path.realpath, self._bounds)
-        return next((root for root in roots if os.path.commonpath([root, real]) == root), None)
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry is a folder, or a link to one. A link that leads nowhere is none."""
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False
-
-
-TEMPORARY = ".ckpt-tmp"
 _NO_LINKS = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
 _COPIED_AT_ONCE = 8 << 20
 
@@ -271,16 +152,17 @@ class LocalStorage:
     """A directory, created when the first object is written."""
 
     is_local = True
+    _kind = Tree
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         if not is_path(root):
             raise ConfigError(f"a root must be a path, not {said(root)}.")
         self._root = Path(os.path.abspath(os.fspath(root)))
         self._shown = os.path.normpath(os.fspath(root))
-        self._tree = Tree(self._root, self._shown)
+        self._tree = self._kind(self._root, self._shown)
         if os.path.exists(self._root) and not os.path.isdir(self._root):
             raise ConfigError(f"{self._shown} is a file. The root of checkpoints must be a directory: choose another.")
-        self._locks = LocalLocks(self._root, self._shown)
+        self._locks = LocalLocks(self._tree, self._root, self._shown)
         self._in_thread = threading.local()  # `group`: of the thread that writes one
 
     @property
@@ -297,10 +179,10 @@ class LocalStorage:
 
     def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
         write = self._write_file if self._group is None else self._group.write
-        self._make(key, lambda path: write(path, pieces), over=over)
+        self._make(key, lambda folder, name: write(folder, name, pieces), over=over)
 
-    def _write_file(self, path: Path, pieces: Iterable[Buffer]) -> None:
-        write_file(path, pieces)
+    def _write_file(self, folder: int, name: str, pieces: Iterable[Buffer]) -> None:
+        write_file(folder, name, pieces)
 
     @property
     def _group(self) -> WriteGroup | None:
@@ -334,15 +216,14 @@ class LocalStorage:
         for file in group.files:
             with self._translated_errors("write", file.key):
                 self._locks.confirm()
-                self._name(file.temporary, file.key, file.over)
+                self._name(file.folder, file.temporary, file.key, file.over)
         for folder, keys in group.keys_by_folder().items():
             self._sync_folder(folder, *keys)
 
     def version(self, key: str) -> str | None:
-        path = self._path(key, followed=True)
         with self._translated_errors("read", key):
             try:
-                status = os.stat(path)
+                status = self._tree.status(key)
             except OSError as error:
                 if is_nothing_there(error):
                     return None
@@ -353,46 +234,52 @@ class LocalStorage:
 
     def link(self, source: str, target: str) -> None:
         """A hard link: the bytes are stored once, until the last of their names is removed."""
-        there = self._path(source, followed=True)
         with self._translated_errors("read", source):
-            if not stat.S_ISREG(os.stat(there).st_mode):
-                raise not_regular(there)
+            if not stat.S_ISREG(self._tree.status(source).st_mode):
+                raise not_regular(self._root / source)
         try:
-            self._make(target, lambda path: self._link(there, path))
+            self._make(target, lambda folder, name: self._link(source, folder, name))
         except StorageError as error:
             if getattr(error.__cause__, "errno", None) not in _NO_LINKS:
                 raise
             self.write(target, self._pieces(source))
 
-    def _link(self, source: Path, target: Path) -> None:
-        os.link(os.path.realpath(source), target)
+    def _link(self, source: str, folder: int, name: str) -> None:
+        for find in (self._tree.held, self._tree.behind):
+            with find(source) as (there, old):
+                os.link(old, name, src_dir_fd=there, dst_dir_fd=folder, follow_symlinks=False)
+            if stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                return
+            os.unlink(name, dir_fd=folder)  # it was a link, or has become one
+        raise not_regular(self._root / source)
 
-    def _make(self, key: str, make: Callable[[Path], None], *, over: str | None = ANY) -> None:
+    def _make(self, key: str, make: Callable[[int, str], None], *, over: str | None = ANY) -> None:
         """Create a file under a temporary name, and rename it when it is complete."""
-        path = self._path(key)
+        above, _, name = check_key(key).rpartition("/")
+        temporary = f".{name}.{secrets.token_hex(6)}{TEMPORARY}"
         with self._translated_errors("write", key):
             self._locks.confirm()
-            make_directories(path.parent)
-            temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}{TEMPORARY}")
             if self._group is not None:
-                self._group.add(key, temporary, over, make)
+                folder = self._group.folder(above, self._tree.made)
+                self._group.add(UnnamedFile(key, folder, temporary, over), make)
                 if self._group.is_full:
                     self._finish(self._group)
                 return
-            try:
-                make(temporary)
-                self._locks.confirm()
-                self._name(temporary, key, over)
-            finally:
-                # left by an error or a KeyboardInterrupt, or where both are links to one file already; only a killed
-                # process leaves it to `sweep`
-                with suppress(OSError):
-                    temporary.unlink()
-            self._sync_folder(path.parent, key)
+            with self._tree.held(key, make=True) as (folder, _):
+                try:
+                    make(folder, temporary)
+                    self._locks.confirm()
+                    self._name(folder, temporary, key, over)
+                finally:
+                    # left by an error or a KeyboardInterrupt, or where both are links to one file already; only a
+                    # killed process leaves it to `sweep`
+                    with suppress(OSError):
+                        os.unlink(temporary, dir_fd=folder)
+                self._sync_folder(folder, key)
 
-    def _sync_folder(self, folder: Path, *keys: str) -> None:
+    def _sync_folder(self, folder: int, *keys: str) -> None:
         try:
-            sync_directory(folder)
+            os.fsync(folder)
         except OSError as error:
             files = ", ".join(f"{self._shown}/{key}" for key in keys)
             written = "was written, but its" if len(keys) == 1 else "were written, but their"
@@ -400,23 +287,24 @@ class LocalStorage:
                 f"{files} {written} folder could not be synced: {error.strerror or error}."
             ) from error
 
-    def _name(self, temporary: Path, key: str, over: str | None) -> None:
-        """Give a file its name if that is still the one of `over`. One at a time, by an flock on the root."""
+    def _name(self, folder: int, temporary: str, key: str, over: str | None) -> None:
+        """Give a file its name if that is still the one of `over`: one at a time."""
+        name = key.rpartition("/")[2]
         if over == ANY:
-            os.replace(temporary, self._path(key))
+            os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
             return
-        with locked_directory(self._root):
+        with self._locks.renaming():
             if self.version(key) != over:
                 raise changed(f"{self._shown}/{key}")
-            os.replace(temporary, self._path(key))
+            os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
 
     def _pieces(self, key: str) -> Iterator[bytes]:
-        with self._translated_errors("read", key), open(self._open_to_read(key), "rb", buffering=0) as file:
+        with self._translated_errors("read", key), open(self._tree.open(key), "rb", buffering=0) as file:
             while piece := file.read(_COPIED_AT_ONCE):
                 yield piece
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        with self._translated_errors("read", key), open(self._open_to_read(key), "rb") as file:
+        with self._translated_errors("read", key), open(self._tree.open(key), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             stop = size if stop is None else min(stop, size)
             if is_mostly_holes(file.fileno(), start, stop):
@@ -424,29 +312,24 @@ class LocalStorage:
             file.seek(start)
             return file.read(max(0, stop - start))
 
-    def _open_to_read(self, key: str) -> int:
-        return open_regular(self._path(key, followed=True))
-
     def read_into(self, key: str, start: int, *buffers: memoryview, again: bool = False) -> None:
-        with self._translated_errors("read", key):
-            path = self._path(key, followed=True)
+        with self._translated_errors("read", key), open(self._tree.open(key), "rb", buffering=0) as file:
             views = [memoryview(buffer).cast("B") for buffer in buffers]
-            missing = read_scattered(str(path), start, views, cached=again)
+            missing = read_scattered(file.fileno(), start, views, cached=again)
             if missing:
                 raise TruncatedError(f"{self._shown}/{key} ends {missing} bytes too early.")
 
     def evict(self, key: str) -> None:
-        with self._translated_errors("read", key):
-            evict(str(self._path(key, followed=True)))
+        """Drop the clean pages of a file from the page cache, where the system can."""
+        read = self._translated_errors("read", key)
+        with read, open(self._tree.open(key), "rb", buffering=0) as file, suppress(AttributeError, OSError):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         with self._translated_errors("list", prefix):
-            for folder, names in self._tree.walk(prefix):
-                for path in (os.path.join(folder, name) for name in names if not name.endswith(TEMPORARY)):
-                    with suppress(*NOTHING_THERE):  # removed while we walk
-                        status = self._tree.status(path)
-                        if stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode):
-                            yield Entry(path[len(str(self._root)) + 1 :], status.st_size)
+            for key, status in self._tree.walk(prefix, lambda name: not name.endswith((TEMPORARY, OWN_LOCK))):
+                if stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode):
+                    yield Entry(key, status.st_size)
 
     def delete(self, keys: Iterable[str]) -> None:
         self._locks.confirm()
@@ -460,13 +343,9 @@ class LocalStorage:
         os.unlink(name, dir_fd=folder)
 
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
-        with self._translated_errors("list", prefix):
-            for folder, names in self._tree.walk(prefix, other_roots=False):  # whose run may be writing just now
-                for path in (os.path.join(folder, name) for name in names if name.endswith(TEMPORARY)):
-                    with suppress(FileNotFoundError):  # finished while we walk
-                        status = os.lstat(path)
-                        key = path[len(str(self._root)) + 1 :]
-                        yield Unfinished(key, status.st_size, time.time() - status.st_mtime)
+        with self._translated_errors("list", prefix):  # not in roots of others, whose runs may be writing just now
+            for key, status in self._tree.walk(prefix, lambda name: name.endswith(TEMPORARY), other_roots=False):
+                yield Unfinished(key, status.st_size, time.time() - status.st_mtime)
 
     def sweep(self, prefix: str = "", *, age: float | None = None) -> None:
         self._locks.confirm()
@@ -479,21 +358,18 @@ class LocalStorage:
 
     @contextmanager
     def lock(self, key: str, *, shared: bool = False, note: str = "") -> Iterator[None]:
-        """An flock on the file or directory itself: the kernel releases it when the process dies.
+        """An flock on a file of our own, which the kernel releases when the process dies.
 
-        A lock file contains the note of its exclusive holder. Directories and shared holders have none.
+        A key whose name begins with a dot is a lock file, which contains the note of its exclusive holder. For any
+        other key it is a file beside it, as long as somebody holds it.
         """
-        path = self._path(key, followed=True)
         with self._translated_errors("lock", key):
-            held = self._locks.acquire(key, path, shared=shared, note=note)
+            held = self._locks.acquire(key, shared=shared, note=note)
         try:
             yield
         finally:
             if held is not None:
                 self._locks.release(held)
-
-    def _path(self, key: str, *, followed: bool = False) -> Path:
-        return self._tree.path(key, followed=followed)
 
     def _drop_empty(self, key: str) -> None:
         """Remove the folders of a key that have nothing left in them."""

@@ -7,6 +7,7 @@ the error; to write to a mapping without them would end the process.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import re
@@ -18,8 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.storage.base import Buffer, ReservedFile, StablePieces
-from ckpt.storage.local.files import NOTHING_THERE, make_directories, not_regular, open_regular
-from ckpt.storage.local.storage import TEMPORARY, LocalStorage, Tree
+from ckpt.storage.local.files import (
+    NOTHING_THERE,
+    TEMPORARY,
+    Tree,
+    make_directories,
+    not_regular,
+    open_regular,
+    real_path,
+)
+from ckpt.storage.local.storage import LocalStorage
 from ckpt.util.aligned_memory import copy_bytes, forget_pages, make_resident
 from ckpt.util.threads import CORES, WorkerThread
 
@@ -100,8 +109,25 @@ _SPARE = re.compile(rf"\.spare-(\d+)-[0-9a-f]{{12}}{re.escape(TEMPORARY)}")
 class _MemoryTree(Tree):
     """Follows links to held memory. Where its holder has ended, nothing is there."""
 
-    def _bound(self, real: str) -> str | None:
-        return HELD if real == HELD else super()._bound(real)
+    def _open_link(self, key: str) -> int:
+        with self.held(key) as (folder, name):
+            descriptor = open_regular(name, dir_fd=folder)
+        if os.readlink(f"/proc/self/fd/{descriptor}") == HELD:
+            return descriptor
+        os.close(descriptor)
+        return super()._open_link(key)
+
+    def _behind_links(self, path: str, key: str) -> int:
+        if real_path(os.path.join(self._root, path)) == HELD:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+        return super()._behind_links(path, key)
+
+    def _status_of_link(self, key: str) -> os.stat_result:
+        descriptor = self._open_link(key)
+        try:
+            return os.fstat(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 class VolatileStorage(LocalStorage):
@@ -112,9 +138,10 @@ class VolatileStorage(LocalStorage):
     large file at a path, whose memory another process holds, and returns its descriptor.
     """
 
+    _kind = _MemoryTree
+
     def __init__(self, root: str | os.PathLike[str], hold: Callable[[Path], int] | None = None) -> None:
         super().__init__(root)
-        self._tree = _MemoryTree(self._root, self._shown)
         self._hold = hold
 
     @contextmanager
@@ -128,7 +155,7 @@ class VolatileStorage(LocalStorage):
             with suppress(OSError):
                 path.unlink()
 
-    def _sync_folder(self, folder: Path, *keys: str) -> None:
+    def _sync_folder(self, folder: int, *keys: str) -> None:
         """Nothing in memory would survive a crash of the machine."""
 
     def reserve(self, size: int) -> tuple[int, ReservedFile]:
@@ -150,8 +177,8 @@ class VolatileStorage(LocalStorage):
         with suppress(OSError):
             self._recycle(Path(file.path))
 
-    def _write_file(self, path: Path, pieces: Iterable[Buffer]) -> None:
-        stable = StablePieces.of(pieces)
+    def _write_file(self, folder: int, name: str, pieces: Iterable[Buffer]) -> None:
+        stable, path = StablePieces.of(pieces), _path_of(folder, name)
         if stable is not None and stable.file is not None and _is_named(stable, stable.file, path):
             return
         descriptor = self._opened(path, stable.size if stable is not None else None)
@@ -160,11 +187,12 @@ class VolatileStorage(LocalStorage):
         finally:
             os.close(descriptor)
 
-    def _link(self, source: Path, target: Path) -> None:
-        os.link(source, target, follow_symlinks=False)
+    def _link(self, source: str, folder: int, name: str) -> None:
+        with self._tree.held(source) as (there, old):
+            os.link(old, name, src_dir_fd=there, dst_dir_fd=folder, follow_symlinks=False)
 
     def _unlink(self, folder: int, name: str) -> None:
-        self._recycle(Path(f"/proc/self/fd/{folder}", name))
+        self._recycle(_path_of(folder, name))
 
     def _recycle(self, path: Path) -> None:
         file = _File.at(path)
@@ -190,6 +218,11 @@ class VolatileStorage(LocalStorage):
         except OSError:
             return []
         return [(int(found.group(1)), self._root / name) for name in names if (found := _SPARE.fullmatch(name))]
+
+
+def _path_of(folder: int, name: str) -> Path:
+    """A path that goes by the descriptor of the folder. A tmpfs is one of Linux, which has such paths."""
+    return Path(f"/proc/self/fd/{folder}", name)
 
 
 @dataclass(frozen=True)

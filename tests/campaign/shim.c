@@ -423,6 +423,19 @@ DIR *opendir(const char *path) {
     if (folder && inside) name_it(dirfd(folder), inside);
     return folder;
 }
+DIR *fdopendir(int fd) {
+    REAL(DIR *, fdopendir, int);
+    char link[32], path[4096]; /* it is a duplicate, which has no name here yet */
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    ssize_t length = readlink(link, path, sizeof path - 1);
+    path[length < 0 ? 0 : length] = 0;
+    const char *inside = below(path);
+    int fault = strike(OPENDIR, inside, 0);
+    if (fault > 0) { errno = fault; return NULL; }
+    DIR *folder = real(fd);
+    if (folder && inside) name_it(fd, inside);
+    return folder;
+}
 struct dirent64 *readdir64(DIR *folder) {
     REAL(struct dirent64 *, readdir64, DIR *);
     int fault = strike(READDIR, named(dirfd(folder)), 0);

@@ -14,8 +14,7 @@ import pytest
 from ckpt.errors import AbsentError, TransientError
 from ckpt.memory import slot_storage
 from ckpt.memory.keeper import HELD, HeldFiles
-from ckpt.storage import StablePieces, Storage
-from ckpt.storage.local import storage as local_storage
+from ckpt.storage import LocalStorage, StablePieces, Storage
 from ckpt.storage.local import volatile
 from ckpt.storage.local.volatile import VolatileStorage
 from tests.helpers.storage_contract import StorageContract, sizes
@@ -65,7 +64,7 @@ class TestHeldStorage(StorageContract):
     @pytest.fixture
     def storage(self, tmp_path: Path, keeper: Holding, monkeypatch: pytest.MonkeyPatch) -> Storage:
         monkeypatch.setattr(volatile, "_LARGE", 1)
-        monkeypatch.setattr(local_storage, "Tree", volatile._MemoryTree)  # for those that are opened by their URL
+        monkeypatch.setattr(LocalStorage, "_kind", volatile._MemoryTree)  # for those that are opened by their URL
         return VolatileStorage(tmp_path / "slots", partial(slot_storage._hold, tmp_path / HELD))
 
 

@@ -170,10 +170,10 @@ def test_a_reserved_file_that_was_swept_is_written_from_the_memory_that_it_still
 ) -> None:
     own = VolatileStorage._write_file
 
-    def write(storage: VolatileStorage, path: Path, pieces: Any) -> None:
+    def write(storage: VolatileStorage, folder: int, name: str, pieces: Any) -> None:
         if isinstance(pieces, StablePieces) and pieces.file is not None:
             os.unlink(pieces.file.path)
-        own(storage, path, pieces)
+        own(storage, folder, name, pieces)
 
     monkeypatch.setattr(VolatileStorage, "_write_file", write)
     states = run.train(3)

@@ -124,7 +124,7 @@ def test_a_version_is_compared_and_replaced_only_by_the_process_that_has_the_roo
         except ckpt.ConflictError as error:
             lost.append(error)
 
-    with _locked_by_another_process(tmp_path):
+    with _locked_by_another_process(tmp_path / ".renames.ckpt-lock"):
         second = threading.Thread(target=write)
         second.start()
         second.join(1.0)
@@ -136,14 +136,14 @@ def test_a_version_is_compared_and_replaced_only_by_the_process_that_has_the_roo
 
 
 @contextmanager
-def _locked_by_another_process(folder: Path) -> Iterator[None]:
-    """A forked process holds an flock on a folder until the context is left."""
+def _locked_by_another_process(path: Path) -> Iterator[None]:
+    """A forked process holds an flock on a file until the context is left."""
     held_read, held_write = os.pipe()
     end_read, end_write = os.pipe()
     child = os.fork()
     if not child:
         os.close(end_write)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.write(held_write, b"x")
         os.read(end_read, 1)

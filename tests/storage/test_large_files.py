@@ -100,48 +100,48 @@ def test_a_block_of_memory_is_refilled_only_when_the_slow_disk_has_written_it(
 
 
 @pytest.fixture(scope="module")
-def file() -> Iterator[tuple[str, bytes]]:
+def file() -> Iterator[tuple[int, bytes]]:
     data = random.Random(2).randbytes((12 << 20) + 777)
     with tempfile.NamedTemporaryFile() as opened:
         opened.write(data)
         opened.flush()
         os.fsync(opened.fileno())
-        yield opened.name, data
+        yield opened.fileno(), data
 
 
 @pytest.mark.parametrize("start", [0, 1, 4096, 4097, 123_457])
 @pytest.mark.parametrize("sizes", [[9 << 20], [100, 300_000, 1, 4 << 20, 5000]])
 def test_bytes_past_the_cache_are_those_that_were_asked_for(
-    file: tuple[str, bytes], monkeypatch: pytest.MonkeyPatch, start: int, sizes: list[int]
+    file: tuple[int, bytes], monkeypatch: pytest.MonkeyPatch, start: int, sizes: list[int]
 ) -> None:
     monkeypatch.setattr(local_storage, "_is_cached", lambda *_: False)
-    path, data = file
+    descriptor, data = file
     buffers = [bytearray(size) for size in sizes]
-    assert read_scattered(path, start, [memoryview(buffer) for buffer in buffers]) == 0
+    assert read_scattered(descriptor, start, [memoryview(buffer) for buffer in buffers]) == 0
     assert b"".join(buffers) == data[start : start + sum(sizes)]
 
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_bytes_that_are_not_there_are_counted(
-    file: tuple[str, bytes], monkeypatch: pytest.MonkeyPatch, cached: bool
+    file: tuple[int, bytes], monkeypatch: pytest.MonkeyPatch, cached: bool
 ) -> None:
     monkeypatch.setattr(local_storage, "_is_cached", lambda *_: cached)
-    path, data = file
+    descriptor, data = file
     buffers = [bytearray(1 << 20), bytearray(1 << 20)]
     start = len(data) - (1 << 20) - 10
-    assert read_scattered(path, start, [memoryview(buffer) for buffer in buffers]) == (1 << 20) - 10
+    assert read_scattered(descriptor, start, [memoryview(buffer) for buffer in buffers]) == (1 << 20) - 10
     assert b"".join(buffers)[: (1 << 20) + 10] == data[start:]
 
 
-def test_more_buffers_than_the_system_takes_at_once_are_all_filled(file: tuple[str, bytes]) -> None:
-    path, data = file
+def test_more_buffers_than_the_system_takes_at_once_are_all_filled(file: tuple[int, bytes]) -> None:
+    descriptor, data = file
     buffers = [bytearray(7) for _ in range(3000)]
-    assert read_scattered(path, 5, [memoryview(buffer) for buffer in buffers], cached=True) == 0
+    assert read_scattered(descriptor, 5, [memoryview(buffer) for buffer in buffers], cached=True) == 0
     assert b"".join(buffers) == data[5 : 5 + 21_000]
 
 
 def test_a_system_that_reads_less_than_it_is_asked_for_is_asked_again(
-    file: tuple[str, bytes], monkeypatch: pytest.MonkeyPatch
+    file: tuple[int, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preadv = os.preadv
 
@@ -149,9 +149,9 @@ def test_a_system_that_reads_less_than_it_is_asked_for_is_asked_again(
         return preadv(descriptor, [buffers[0][: max(1, len(buffers[0]) // 3)]], start)
 
     monkeypatch.setattr(os, "preadv", short)
-    path, data = file
+    descriptor, data = file
     buffers = [bytearray(1000), bytearray(20_000), bytearray(3)]
-    assert read_scattered(path, 9, [memoryview(buffer) for buffer in buffers], cached=True) == 0
+    assert read_scattered(descriptor, 9, [memoryview(buffer) for buffer in buffers], cached=True) == 0
     assert b"".join(buffers) == data[9 : 9 + 21_003]
 
 

@@ -20,9 +20,7 @@ import pytest
 from ckpt.errors import ConfigError, ConflictError, FullError, LockedError, StorageError, TruncatedError
 from ckpt.root.catalog import LOCK
 from ckpt.storage import LocalStorage, Storage
-from ckpt.storage.local import locks
-from ckpt.storage.local.files import WriteGroup
-from ckpt.storage.local.storage import TEMPORARY
+from ckpt.storage.local.files import TEMPORARY, WriteGroup
 from tests.helpers.storage_contract import StorageContract, sizes
 
 NOBODY = 65534
@@ -223,25 +221,6 @@ class TestLinks:
         assert set(sizes(storage)) == {"object", "folder/new"}
 
 
-@pytest.mark.slow
-def test_whoever_may_read_the_root_can_lock_it_but_not_stop_a_save_without_a_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(locks, "_PATIENCE", 0.2)
-    storage = LocalStorage(tmp_path)
-    code = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); print(); input()"
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        holder.stdout.readline()
-        with pytest.raises(StorageError, match=f"by process {holder.pid} of user {os.getuid()}") as caught:
-            storage.write("a", [b"x"], over=None)
-        assert not isinstance(caught.value, LockedError)  # nobody takes "a" to be in use
-        holder.communicate(b"\n")
-    storage.write("a", [b"x"], over=None)
-    assert storage.read("a") == b"x"
-
-
 def test_an_error_is_gone_as_soon_as_it_is_handled(tmp_path: Path) -> None:
     """With it, since Python 3.12, all frames that called: a loop over batches would outlive its `break`."""
     gc.collect()
@@ -255,7 +234,7 @@ def test_an_error_is_gone_as_soon_as_it_is_handled(tmp_path: Path) -> None:
 
 
 def test_where_there_are_no_hard_links_a_link_is_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*paths: object) -> None:
+    def refuse(*paths: object, **folders: object) -> None:
         raise OSError(errno.EPERM, "not here")
 
     storage = LocalStorage(tmp_path)
@@ -538,7 +517,8 @@ class TestGroups:
 
     def test_a_file_that_is_open_when_an_interrupt_comes_is_closed(self, tmp_path: Path) -> None:
         group = WriteGroup()
-        group.write(tmp_path / "x", [b"1"])  # and is not noted in the group any more
+        folder = group.folder("", lambda _: os.open(tmp_path, os.O_RDONLY))
+        group.write(folder, "x", [b"1"])  # and is not noted in the group any more
         (descriptor,) = group._open.values()
         group.discard()
         with pytest.raises(OSError, match="Bad file descriptor"):
@@ -599,8 +579,22 @@ class TestLocksOnNames:
     def test_a_lock_on_a_name_under_which_nothing_is_leaves_nothing(self, tmp_path: Path) -> None:
         storage = LocalStorage(tmp_path)
         with storage.lock("step-1"):
-            assert (tmp_path / "step-1").is_dir()
+            assert sizes(storage) == {}
         assert list(tmp_path.iterdir()) == []
+
+    def test_the_last_of_its_holders_removes_the_file_of_a_lock(self, tmp_path: Path) -> None:
+        storage = LocalStorage(tmp_path)
+        storage.write("step-1/object", [b"x"])
+        with storage.lock("step-1", shared=True):
+            with storage.lock("step-1", shared=True):
+                pass
+            assert len(list(tmp_path.iterdir())) == 2
+        assert everything(tmp_path) == {"step-1/object"}
+
+    def test_a_name_that_leaves_no_room_for_that_of_a_lock_is_locked_too(self, tmp_path: Path) -> None:
+        storage, name = LocalStorage(tmp_path), "n" * 255
+        with storage.lock(name), pytest.raises(LockedError), storage.lock(name):
+            pass
 
     def test_such_a_lock_keeps_out_those_who_lock_the_folder_when_it_is_there(self, tmp_path: Path) -> None:
         storage = LocalStorage(tmp_path)
@@ -612,26 +606,27 @@ class TestLocksOnNames:
         with storage.lock("step-1", shared=True):
             pass
 
-    @pytest.mark.parametrize("key", ["folder", ".lock"])
+    @pytest.mark.parametrize("key", [".folder.ckpt-lock", ".lock"])
     def test_what_is_removed_while_it_is_being_locked_is_not_what_is_locked(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
     ) -> None:
         storage, real, calls = LocalStorage(tmp_path), fcntl.flock, 0
         storage.write("folder/object", [b"x"])
-        (tmp_path / ".lock").touch()
+        (tmp_path / key).touch()
 
         def flock(descriptor: int, operation: int) -> None:
             nonlocal calls
             calls += 1
             if calls == 1:  # its holder removes it, lets go, and somebody makes it anew
                 (tmp_path / key).rename(tmp_path / "gone")
-                (tmp_path / key).mkdir() if key == "folder" else (tmp_path / key).touch()
+                (tmp_path / key).touch()
             real(descriptor, operation)
 
         monkeypatch.setattr(fcntl, "flock", flock)
-        with storage.lock(key):
+        locked = "folder" if "folder" in key else key
+        with storage.lock(locked):
             assert calls == 2
-            with pytest.raises(LockedError), storage.lock(key):
+            with pytest.raises(LockedError), storage.lock(locked):
                 pass
 
     def test_a_lock_that_cannot_be_noted_is_not_held(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

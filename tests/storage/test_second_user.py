@@ -1,0 +1,213 @@
+"""A second user beside a run: who owns a folder in the root, or may only read it, gets nothing out and stops nobody."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+import ckpt
+from ckpt.errors import ConfigError, LockedError, StorageError
+from ckpt.storage import LocalStorage
+from ckpt.storage.local import locks
+from tests.helpers.byte_checkpoints import save
+
+NOBODY = 65534
+TRIES = 200
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")]
+
+# exchanges a folder of its own and a link that leads out, atomically, as fast as it can
+EXCHANGE = """
+libc = ctypes.CDLL(None)
+theirs, link = os.fsencode(sys.argv[1]), os.fsencode(sys.argv[2])
+print(flush=True)
+while os.getppid() == parent:
+    libc.renameat2(-100, theirs, -100, link, 2)
+"""
+LOCK = """
+held = []
+for path in sys.argv[1:]:
+    try:
+        held.append(os.open(path, os.O_RDONLY))
+        fcntl.flock(held[-1], fcntl.LOCK_EX)
+    except OSError:
+        pass
+print(len(held), flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def nobody(code: str, *arguments: object, first: str = "") -> Iterator[int]:
+    """Another user's program, once it has printed how often it succeeded. `first` runs before it becomes his."""
+    become = f"os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY}); parent = os.getppid()"
+    program = "\n".join(("import ctypes, fcntl, os, sys, time", first, become, code))
+    command = [sys.executable, "-I", "-c", program, *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield int(process.stdout.readline().strip() or 0)
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder that everybody may reach."""
+    for folder in (tmp_path, *tmp_path.parents):
+        with suppress(PermissionError):
+            folder.chmod(stat.S_IMODE(folder.stat().st_mode) | 0o055)
+    return tmp_path
+
+
+@pytest.fixture
+def root(place: Path) -> Path:
+    """A root to which others may add: `theirs` belongs to another user."""
+    root, outside = place / "root", place / "outside"
+    for folder in (root, root / "theirs", outside):
+        folder.mkdir()
+    for name in ("object", ".left.ckpt-tmp"):
+        (outside / name).write_bytes(b"outside")
+    (root / "ours").write_bytes(b"ours")
+    (root / "link").symlink_to(outside)
+    for path in (root / "theirs", root / "link"):
+        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+    root.chmod(0o1777)
+    return root
+
+
+def seen(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+class TestAFolderThatIsExchangedForALink:
+    """Nothing outside the root is read, written, linked, locked, listed or removed, however the race ends."""
+
+    def race(self, root: Path, action: Callable[[LocalStorage], object]) -> set[str]:
+        """What becomes of each try: done, or the kind of its error."""
+        outside, became = root.parent / "outside", set()
+        before, storage = seen(outside), LocalStorage(root)
+        with nobody(EXCHANGE, root / "theirs", root / "link"):
+            for _ in range(TRIES):
+                try:
+                    action(storage)
+                    became.add("done")
+                except (StorageError, ConfigError) as error:
+                    became.add(type(error).__name__)
+                assert seen(outside) == before
+        return became
+
+    def test_is_not_written_through(self, root: Path) -> None:
+        assert "OutsideError" in self.race(root, lambda storage: storage.write("theirs/new", [b"x"]))
+
+    def test_nor_in_a_group(self, root: Path) -> None:
+        def write(storage: LocalStorage) -> None:
+            with storage.grouped():
+                for name in "abc":
+                    storage.write(f"theirs/{name}", [b"x"])
+
+        assert "done" in self.race(root, write)
+
+    def test_nor_linked_into(self, root: Path) -> None:
+        assert "done" in self.race(root, lambda storage: storage.link("ours", "theirs/object"))
+
+    def test_nor_linked_from(self, root: Path) -> None:
+        def link(storage: LocalStorage) -> None:
+            storage.link("theirs/object", "copy")
+            assert storage.read("copy") != b"outside"
+
+        (root / "theirs" / "object").write_bytes(b"ours")
+        assert "done" in self.race(root, link)
+
+    def test_nor_read(self, root: Path) -> None:
+        def read(storage: LocalStorage) -> None:
+            buffer = bytearray(4)
+            storage.read_into("theirs/object", 0, memoryview(buffer))
+            assert storage.read("theirs/object") == bytes(buffer) == b"ours"
+
+        (root / "theirs" / "object").write_bytes(b"ours")
+        assert "done" in self.race(root, read)
+
+    def test_nor_listed(self, root: Path) -> None:
+        def look(storage: LocalStorage) -> None:
+            assert not [entry.key for entry in storage.list() if "object" in entry.key]
+
+        assert self.race(root, look) == {"done"}
+
+    @pytest.mark.parametrize("shared", [False, True])
+    def test_nor_locked(self, root: Path, shared: bool) -> None:
+        def lock(storage: LocalStorage) -> None:
+            with storage.lock("theirs/object", shared=shared):
+                pass
+
+        (root / "theirs" / "object").write_bytes(b"ours")
+        assert "done" in self.race(root, lock)
+
+    @pytest.mark.parametrize("remove", ["delete", "sweep"])
+    def test_nor_emptied(self, root: Path, remove: str) -> None:
+        def empty(storage: LocalStorage) -> None:
+            with suppress(OSError):
+                (root / "theirs" / "kept").write_bytes(b"")
+            (root.parent / "outside" / "kept").unlink(missing_ok=True)
+            storage.delete(["theirs/object"]) if remove == "delete" else storage.sweep("theirs")
+
+        assert "done" in self.race(root, empty)
+
+
+class TestWhoMayOnlyRead:
+    """A user who may read a root, and locks all that he can open there, stops neither saves nor loads."""
+
+    def test_stops_nobody(self, place: Path) -> None:
+        root = place / "root"
+        storage = LocalStorage(root)
+        save(storage, "step-1")
+        root.chmod(0o755)
+        with storage.lock(".lock", note="the run"), storage.lock("step-1", shared=True):
+            files = [path for path in root.rglob("*") if path.name.startswith(".")]
+            assert len(files) >= 2
+            with nobody(LOCK, root, root / "step-1", *files) as opened:
+                assert opened == 2 + len([path for path in files if path.stat().st_mode & 0o044])  # two folders
+                assert not [path.name for path in files if path.name.endswith("lock") and path.stat().st_mode & 0o077]
+                storage.write("step-2/object", [b"x"], over=None)
+                with storage.lock("step-1", shared=True), storage.lock("step-2"):
+                    pass
+        with nobody(LOCK, root, root / "step-1", root / ".lock"), storage.lock(".lock", note="the next run"):
+            assert ckpt.verify(str(root)) == {"step-1": []}
+
+    def test_reads_without_a_lock_and_is_not_refused(self, place: Path) -> None:
+        root = place / "root"
+        save(LocalStorage(root), "step-1")
+        root.chmod(0o755)
+        code = "with LocalStorage(sys.argv[1]).lock('step-1', shared=True): print(1, flush=True)"
+        with nobody(code, root, first="from ckpt.storage import LocalStorage") as read:
+            assert read == 1
+
+    def test_whoever_may_write_there_too_may_lock(self, tmp_path: Path) -> None:
+        for mode, expected in ((0o755, 0o600), (0o775, 0o660), (0o777, 0o666), (0o1777, 0o600)):
+            tmp_path.chmod(mode)
+            with LocalStorage(tmp_path).lock(".lock"):
+                assert stat.S_IMODE((tmp_path / ".lock").stat().st_mode) == expected
+
+    def test_a_lock_that_somebody_keeps_is_waited_for_and_its_holder_named(
+        self, place: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(locks, "_PATIENCE", 0.2)
+        (place / "root").mkdir()
+        (place / "root" / ".renames.ckpt-lock").touch(mode=0o644)  # as somebody may put it there
+        (place / "root" / ".step.ckpt-lock").touch(mode=0o644)
+        storage = LocalStorage(place / "root")
+        with nobody(LOCK, place / "root" / ".renames.ckpt-lock", place / "root" / ".step.ckpt-lock") as opened:
+            assert opened == 2
+            with pytest.raises(StorageError, match=r"by process \d+ of user nobody, which runs since 20") as caught:
+                storage.write("a", [b"x"], over=None)
+            assert not isinstance(caught.value, LockedError)  # nobody takes "a" to be in use
+            with pytest.raises(LockedError, match="of user nobody"), storage.lock("step"):
+                pass
+        storage.write("a", [b"x"], over=None)
+        assert storage.read("a") == b"x"
