@@ -83,9 +83,9 @@ class Training:
         return self.manager.restored
 
 
-@pytest.fixture
-def straight(tmp_path: Path) -> str:
-    return Training(tmp_path / "straight", memory=None).to(25)
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return Training(tmp_path_factory.mktemp("straight"), memory=None).to(25)
 
 
 def snapshots(memory: Path) -> list[str]:
