@@ -1,7 +1,7 @@
 """A stand-in for the Hub over HTTP, on loopback, for the real `huggingface_hub` client.
 
 It keeps blobs and commits for real (`hub_store`), remembers what was sent, and can be told to fail. Large files
-come to it as LFS has it, whole or in parts, or by Xet (`hub_xet`), for which it only says where to go.
+come to it as LFS has it, whole or in parts, or by Xet (`XetFolder`), for which it only says where to go.
 """
 
 from __future__ import annotations
