@@ -11,7 +11,7 @@ from typing import Any
 from ckpt.data.loop import Loop
 from ckpt.data.progress import Progress
 from ckpt.data.tracked_loader import UnclaimedPositions
-from ckpt.errors import ConfigError, StateError
+from ckpt.errors import ConfigError, StateError, StorageError
 from ckpt.formats.checks import damage_reported
 from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.registry import ACCELERATE, CKPT, claims
@@ -20,7 +20,7 @@ from ckpt.load.restore import Restoration, RestoreRequest, rewinder
 from ckpt.load.select import Candidate, Choice, MemoryTier, Selection, choose
 from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together, run_on_all_ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
-from ckpt.root.catalog import Overview, check_name
+from ckpt.root.catalog import Checkpoint, Overview, check_name
 from ckpt.root.folder import ROOT_ITSELF, Folder, open_url
 from ckpt.root.mirror import MirrorPatience
 from ckpt.root.signing import Trust
@@ -258,7 +258,11 @@ class StateLoader:
             parts = choice.ready.finish()
             self._restore_rank_state(choice.ready.reader, choice.ready.notes)
             self.half_loaded = None
-        return self._report(choice, parts, in_own_tiers=selection.tiers is self.locations.tiers)
+        in_own_tiers = selection.tiers is self.locations.tiers
+        restored = self._report(choice, parts, in_own_tiers=in_own_tiers)
+        if name is not None and in_own_tiers and self.ranks.rank == MAIN:
+            self._tell_newer(choice.manifest)
+        return restored
 
     def refuse_half_loaded(self) -> None:
         """Raise where a load failed half-way: a mixture of two states must be neither trained on nor saved."""
@@ -345,6 +349,18 @@ class StateLoader:
             restored.report()
             self._warn_if_unsigned(choice.manifest)
         return restored
+
+    def _tell_newer(self, loaded: Manifest) -> None:
+        """Going back lasts from the next save on: say so, or the resume of a killed run undoes it unnoticed."""
+        there: list[Checkpoint] = []
+        with suppress(StorageError):  # it is loaded; if the root is away, the next save says so
+            there = Overview.of(self.locations.tiers[0]).checkpoints
+        newest = next((found.summary for found in there if found.summary is not None), None)
+        if newest is not None and newest.sequence > loaded.sequence:
+            _log.info(
+                "%s is newer than %s, which you loaded by its name. Until this run saves, a resume takes the newer. "
+                "To go back for good, save now: manager.save_state().", newest.name, loaded.name,
+            )  # fmt: skip
 
     def _warn_if_unsigned(self, manifest: Manifest) -> None:
         if self.trust.keys and not manifest.is_authentic:

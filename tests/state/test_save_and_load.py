@@ -378,6 +378,27 @@ def test_a_checkpoint_of_another_name_and_of_the_same_name_again(anywhere: str) 
     assert ckpt.verify(anywhere) == {"latest": []}
 
 
+def test_going_back_by_name_says_that_it_lasts_from_the_next_save_on(
+    anywhere: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "ckpt")
+    with ckpt.StateManager(anywhere, model=nn.Linear(1, 1)) as manager:
+        for name in ("first", "second"):
+            manager.save_state(name, wait=True)
+        manager.load_state("second")
+        assert "is newer than" not in caplog.text
+    for saves, newest in ((False, "second"), (True, "first")):
+        with ckpt.StateManager(anywhere, model=nn.Linear(1, 1)) as manager:
+            manager.load_state("first")
+            assert "second is newer than first, which you loaded by its name" in caplog.text
+            if saves:
+                manager.save_state("first")
+        with ckpt.StateManager(anywhere, model=nn.Linear(1, 1)) as manager:
+            restored = manager.resume()
+            assert restored is not None
+            assert restored.name == newest
+
+
 def test_replacing_a_checkpoint_leaves_no_file_of_the_old_one_and_touches_no_other(root: Place) -> None:
     with ckpt.StateManager(root, model=nn.Linear(2, 2)) as manager:
         manager.save_state("latest", wait=True)
