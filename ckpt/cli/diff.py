@@ -1,4 +1,4 @@
-"""`ckpt diff`: the differences of two checkpoints in 80 columns, tensors as a tree of modules, and values."""
+"""`ckpt diff`: the differences of two checkpoints, tensors as a tree of modules, and values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 from ckpt.cli.output import checkpoint_or_path, echo, echo_error, echo_json
 from ckpt.cli.show import Module
 from ckpt.errors import CkptError
-from ckpt.shown import shown
+from ckpt.util.console import format_table
 
 if TYPE_CHECKING:
     from ckpt.tools.diff import Difference
@@ -60,8 +60,6 @@ def diff(
         raise click.exceptions.Exit(1)
 
 
-WIDTH = 80
-_SHORTEST_NAME = 24  # columns, however wide the others are
 _CHANGED = ("tensors", "elements", "at most by", "relative")
 _OTHER_SHAPE, _FIRST_ONLY, _SECOND_ONLY = "another shape", "only in the first", "only in the second"
 
@@ -76,13 +74,7 @@ class _Leaf:
     found: Difference = field(repr=False)
 
 
-class _Row:
-    """A line of a table: a name, numbers as text, and a note."""
-
-    def __init__(self, name: str, *numbers: str, note: str = "") -> None:
-        self.name, self.numbers, self.note = shown(name), numbers, shown(note)
-
-
+_Row = tuple[str, ...]
 _Line = Callable[[str, Sequence[_Leaf]], _Row]
 
 
@@ -95,12 +87,13 @@ def difference_lines(found: Sequence[Difference], depth: int | None) -> Iterator
             line: _Line = _outline_row if title else _change_row
             flat = [line(name, [leaf]) for name, leaf in leaves.items()] if depth is None else None
             rows = flat or list(_rows([Module.of(leaves)], (depth or 0) + 1, 0, line))
+            columns = (title, "tensors", "dtype and shape") if title else ("tensors that differ", *_CHANGED)
             yield ""
-            yield from _table((title, "tensors") if title else ("tensors that differ", *_CHANGED), rows)
-    values = [difference for difference in found if not difference.is_tensor]
+            yield from format_table(columns, rows, _CHANGED)
+    values = [(one.name, one.first, one.second) for one in found if not one.is_tensor]
     if values:
         yield ""
-        yield from _values(values)
+        yield from format_table(("values that differ", "first", "second"), values)
 
 
 def _leaf(found: Difference) -> _Leaf:
@@ -140,7 +133,7 @@ def _change_row(name: str, leaves: Sequence[_Leaf]) -> _Row:
     relative = sum(known, Squares()).relative if len(known) == len(found) else math.nan
     elements = sum(one.elements or 0 for one in found)
     largest = math.nan if any(map(math.isnan, most)) else max(most)
-    return _Row(name, str(len(found)), f"{elements:,}", f"{largest:.3g}", _percent(relative))
+    return name, str(len(found)), f"{elements:,}", f"{largest:.3g}", _percent(relative)
 
 
 def _percent(relative: float) -> str:
@@ -154,42 +147,4 @@ def _outline_row(name: str, leaves: Sequence[_Leaf]) -> _Row:
     sides = {(leaf.first, leaf.second) for leaf in leaves}
     first, second = sides.pop()
     note = second if first == ABSENT else first if second == ABSENT else f"{first} -> {second}"
-    return _Row(name, str(len(leaves)), note="" if sides else note)
-
-
-def _table(columns: Sequence[str], rows: Sequence[_Row]) -> Iterator[str]:
-    """Names, right-aligned numbers, and notes. What has no room in its line is in one of its own."""
-    lines = [_Row(*columns), *rows]
-    widths = [max(map(len, column)) for column in zip(*(line.numbers for line in lines), strict=True)]
-    others = sum(widths) + 2 * len(widths)
-    room = min(max(_SHORTEST_NAME, WIDTH - others), max(len(line.name) for line in lines))
-    for line in lines:
-        name, numbers = line.name, [number.rjust(width) for number, width in zip(line.numbers, widths, strict=True)]
-        if len(name) > room:
-            yield _short(name)
-            name = ""
-        fits = not line.note or room + others + 2 + len(line.note) <= WIDTH
-        yield "  ".join([name.ljust(room), *numbers, *([line.note] if fits else [])]).rstrip()
-        if not fits:
-            yield _short(f"{' ' * (len(line.name) - len(line.name.lstrip()) + 4)}{line.note}")
-
-
-def _values(found: Sequence[Difference]) -> Iterator[str]:
-    """Each on a line, or, where one of them is too long for that, on two."""
-    lines = [("values that differ", "first", "second"), *((one.name, one.first, one.second) for one in found)]
-    lines = [(shown(name), shown(first), shown(second)) for name, first, second in lines]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    if sum(widths) + 4 <= WIDTH:
-        yield from (f"{line[0]:<{widths[0]}}  {line[1]:<{widths[1]}}  {line[2]}".rstrip() for line in lines)
-        return
-    for number, (name, first, second) in enumerate(lines):
-        yield _short(name)
-        if number:
-            together = f"    {first} -> {second}"
-            yield from [together] if len(together) <= WIDTH else [_short(f"    {first}"), _short(f"    -> {second}")]
-
-
-def _short(text: str) -> str:
-    """A text of at most 80 columns: of a longer one, its middle is left out."""
-    half = (WIDTH - 3) // 2
-    return text if len(text) <= WIDTH else f"{text[:half]}...{text[-half:]}"
+    return name, str(len(leaves)), "" if sides else note

@@ -27,28 +27,18 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
 
 @click.command()
 @click.argument("root", shell_complete=checkpoint_or_path)
-@click.option("--keep-last", type=int, metavar="N", help="Remove checkpoints; keep the N newest.")
-@click.option("--keep-best", type=int, metavar="N", help="... and the N best by --metric.")
+@click.option("--keep-last", "last", type=int, metavar="N", help="Remove checkpoints; keep the N newest.")
+@click.option("--keep-best", "best", type=int, metavar="N", help="... and the N best by --metric.")
 @click.option("--metric", help="As step(metrics=...) named it.")
 @click.option("--mode", type=click.Choice(["min", "max"]), default="min", show_default=True, help="Which are best.")
-@click.option("--keep-every", type=int, metavar="STEPS", help="... and each whose step this divides.")
+@click.option("--keep-every", "every", type=int, metavar="STEPS", help="... and each whose step this divides.")
 @click.option("--grace", callback=_seconds, default="24h", show_default=True, help="Younger leftovers are kept.")
 @click.option("--verify/--no-verify", default=True, show_default=True, help="First read the newest that is kept.")
 @click.option("--squash", is_flag=True, help="On the Hub: forget older commits, whose files take space for ever.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be removed.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 def prune(
-    root: str,
-    keep_last: int | None,
-    keep_best: int | None,
-    metric: str | None,
-    mode: str,
-    keep_every: int | None,
-    grace: float,
-    verify: bool,
-    squash: bool,
-    dry_run: bool,
-    yes: bool,
+    root: str, mode: str, grace: float, verify: bool, squash: bool, dry_run: bool, yes: bool, **rules: int | str | None
 ) -> None:
     """Remove old checkpoints below ROOT, and what crashed saves left.
 
@@ -62,7 +52,7 @@ def prune(
     ckpt prune runs/mrpc --keep-last 3 --dry-run
     ckpt prune runs/mrpc --keep-last 1 --keep-best 2 --metric loss --yes
     """
-    keep = _rules(mode, last=keep_last, best=keep_best, metric=metric, every=keep_every)
+    keep = _rules(mode, **rules)
     storage = open_storage(root)
     if squash and not isinstance(storage, HubStorage):
         raise click.UsageError(f"--squash is for the Hub, where commits are kept: {root} has none")

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--nproc", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks, under torchrun.")
+@click.option(
+    "--nproc", "processes", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks, under torchrun."
+)
 @click.option("--kills", default=3, show_default=True, type=click.IntRange(min=1), help="How often to kill it.")
 @click.option("--save-every", type=click.IntRange(min=1), help="Save that often, whatever the script says.")
 @click.option("--seed", default=0, show_default=True, help="Chooses the steps after which it is killed.")
 @click.option("--timeout", default=600.0, show_default=True, help="Seconds for each process.")
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def selftest(
-    nproc: int,
-    kills: int,
-    save_every: int | None,
-    seed: int,
-    timeout: float,
-    script: str,
-    arguments: tuple[str, ...],
-) -> None:
+def selftest(script: str, **options: Any) -> None:
     """Does SCRIPT resume exactly? Runs it straight, then killed and resumed, and compares.
 
     Every batch, loss, gradient, learning rate, parameter and buffer is compared, step by step. Where the runs first
@@ -39,11 +35,7 @@ def selftest(
     from ckpt.selftest.check import Program, ProgramError, check
 
     try:
-        program = Program(
-            target=script, arguments=arguments, processes=nproc, kills=kills, save_every=save_every, seed=seed,
-            timeout=timeout, say=lambda text: click.echo(text, err=True),
-        )  # fmt: skip
-        report = check(program)
+        report = check(Program(target=script, say=lambda text: click.echo(text, err=True), **options))
     except (ConfigError, ProgramError) as error:
         click.echo(f"ckpt: {error}", err=True)
         raise click.exceptions.Exit(2) from error

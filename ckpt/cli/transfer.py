@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from ckpt.cli.output import checkpoint_or_path, echo
@@ -23,9 +25,7 @@ Examples:
 @click.option("--format", help="Of SOURCE, where a folder holds saves in several formats: deepspeed, hf, ...")
 @click.option("--name", help="Of the checkpoint in the root; that of the source, if none is given.")
 @click.option("--max-shard-size", help="With --to hf: write shards of at most this size, such as 5GB.")
-def convert(
-    source: str, destination: str, to: str, format: str | None, name: str | None, max_shard_size: str | None
-) -> None:
+def convert(source: str, destination: str, **options: Any) -> None:
     """Convert a checkpoint between formats. That of SOURCE is found out.
 
     SOURCE is a checkpoint of ckpt, Accelerate, DeepSpeed, Lightning, Megatron-Core, the Trainer,
@@ -34,7 +34,7 @@ def convert(
     """
     from ckpt.tools.convert import convert
 
-    echo(str(convert(source, destination, to=to, format=format, name=name, max_shard_size=max_shard_size)))
+    echo(str(convert(source, destination, **options)))
 
 
 @click.command()
@@ -45,15 +45,7 @@ def convert(
 @click.option("--part", default="model", show_default=True, help="Which part of the checkpoint.")
 @click.option("--format", help="Of SOURCE, where a folder holds saves in several formats: deepspeed, hf, ...")
 @click.option("--key", metavar="PATH", help="Refuse what this key (PEM, public or private) has not signed.")
-def merge(
-    source: str,
-    destination: str,
-    dtype: str | None,
-    max_shard_size: str | None,
-    part: str,
-    format: str | None,
-    key: str | None,
-) -> None:
+def merge(source: str, destination: str, key: str | None, **options: Any) -> None:
     """Merge the sharded checkpoint at SOURCE into one safetensors file.
 
     SOURCE is a checkpoint of ckpt, a folder of torch.distributed.checkpoint, what Accelerate saves under FSDP, what
@@ -67,17 +59,7 @@ def merge(
     """
     from ckpt.export.merge import merge
 
-    found = merge(
-        source,
-        destination,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        part=part,
-        format=format,
-        verify_key=key,
-        require_signed=key is not None,
-    )
-    for url in found:
+    for url in merge(source, destination, verify_key=key, require_signed=key is not None, **options):
         echo(url)
 
 
@@ -87,7 +69,7 @@ def merge(
 @click.option("--step", type=int, help="Only the checkpoint of this step, to resume from.")
 @click.option("--revision", help="Of a repository: a branch, a tag or a commit.")
 @click.option("--key", metavar="PATH", help="Refuse what this key (PEM, public or private) has not signed.")
-def pull(source: str, destination: str, step: int | None, revision: str | None, key: str | None) -> None:
+def pull(source: str, destination: str, key: str | None, **options: Any) -> None:
     """Copy SOURCE to DESTINATION, verified.
 
     SOURCE is a repository on the Hub (user/repo, or hub://user/repo@revision/path for a part of it) or any other URL
@@ -103,8 +85,7 @@ def pull(source: str, destination: str, step: int | None, revision: str | None, 
     """
     from ckpt.tools.pull import pull
 
-    signed = key is not None
-    echo(pull(source, destination, step=step, revision=revision, verify_key=key, require_signed=signed))
+    echo(pull(source, destination, verify_key=key, require_signed=key is not None, **options))
 
 
 @click.command()
@@ -112,7 +93,7 @@ def pull(source: str, destination: str, step: int | None, revision: str | None, 
 @click.argument("repo_id")
 @click.option("--private/--public", default=None, help="For a new repository.")
 @click.option("--revision", help="The branch to commit to; created if it does not exist.")
-@click.option("-m", "--message", help="The commit's title.")
+@click.option("-m", "--message", "commit_message", help="The commit's title.")
 @click.option("--create-pr", is_flag=True, help="Open a pull request, and print its URL.")
 @click.option("--dtype", help="Cast floating point tensors: bfloat16, float16, float32, ...")
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Beyond this, write shards and an index.")
@@ -125,21 +106,7 @@ def pull(source: str, destination: str, step: int | None, revision: str | None, 
 )
 @click.option("--license", help="For the model card: apache-2.0, mit, ...")
 @click.option("--card/--no-card", default=True, show_default=True, help="Write the model card, or leave it as it is.")
-def push(
-    source: str,
-    repo_id: str,
-    private: bool | None,
-    revision: str | None,
-    message: str | None,
-    create_pr: bool,
-    dtype: str | None,
-    max_shard_size: str,
-    part: str,
-    format: str | None,
-    beside: str | None,
-    license: str | None,
-    card: bool,
-) -> None:
+def push(source: str, repo_id: str, license: str | None, card: bool, **options: Any) -> None:
     """Publish the model of the checkpoint at SOURCE as REPO_ID on the Hub.
 
     SOURCE is a checkpoint of ckpt, sharded or not, what else 'ckpt merge' reads, or a folder of safetensors; REPO_ID is
@@ -152,18 +119,4 @@ def push(
     """
     from ckpt.export.push import push_to_hub
 
-    url = push_to_hub(
-        source,
-        repo_id,
-        private=private,
-        revision=revision,
-        commit_message=message,
-        create_pr=create_pr,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        part=part,
-        format=format,
-        beside=beside,
-        card={"license": license} if card and license else card,
-    )
-    echo(url)
+    echo(push_to_hub(source, repo_id, card={"license": license} if card and license else card, **options))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +22,13 @@ from ckpt.export.save_model import (
     CONFIG,
     ModelExport,
     Processor,
+    about_model,
     check_processors,
     model_files,
     save_live,
     write_processors,
 )
-from ckpt.export.source import TensorSource, open_source
+from ckpt.export.source import open_source
 from ckpt.formats.foreign.hf_safetensors import tied
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import Manifest
@@ -39,7 +38,15 @@ from ckpt.ranks.find import find_ranks
 from ckpt.root.catalog import History, locate, scan
 from ckpt.root.folder import Place
 from ckpt.state.model import ModelPart
-from ckpt.storage.hub.repo import MAIN_BRANCH, HubFile, HubRepo, open_pull_request, page_of
+from ckpt.storage.hub.repo import (
+    MAIN_BRANCH,
+    HubFile,
+    HubRepo,
+    hashed_like,
+    open_pull_request,
+    page_of,
+    pieces_of,
+)
 from ckpt.util.console import say
 from ckpt.util.threads import SerialWorker
 
@@ -192,21 +199,16 @@ class HubTarget:
 class _Hashes:
     """Hashes of contents (a path, or bytes), each computed once."""
 
-    known: dict[tuple[str | bytes, bool], str] = field(default_factory=dict)
+    known: dict[tuple[str | bytes, int], str] = field(default_factory=dict)
 
     def of(self, content: str | bytes, *, like: str) -> str:
-        """A hash of the kind that the other one is: sha256 for large files, git's for others."""
-        key = (content, len(like) == _SHA256_DIGITS)
+        """A hash of the kind that the other one is."""
+        key = (content, len(like))
         if key not in self.known:
-            self.known[key] = _hashed(*key)
+            is_file = isinstance(content, str)
+            size = os.path.getsize(content) if is_file else len(content)
+            self.known[key] = hashed_like(like, pieces_of(content) if isinstance(content, str) else [content], size)
         return self.known[key]
-
-
-def _hashed(content: str | bytes, large: bool) -> str:
-    from huggingface_hub.utils.sha import git_hash, sha_fileobj
-
-    with BytesIO(content) if isinstance(content, bytes) else open(content, "rb") as file:
-        return sha_fileobj(file).hex() if large else git_hash(file.read())
 
 
 _log = logging.getLogger("ckpt")
@@ -311,7 +313,8 @@ def _prepare(
             for name, content in opened.beside.items():
                 (folder / name).write_bytes(content())
             request.write_companions(folder)
-            about = _describe(opened, folder)
+            beside = {path.name: path.read_bytes for path in folder.iterdir()}
+            about = opened.about or about_model(beside, opened.tensors)
             files = model_files(about, opened.tensors, tied(opened.tensors), request.options)
             ModelExport(files).write(folder)
             yield Publication((folder,), about, _training(source, opened.manifest, storage_options))
@@ -323,25 +326,6 @@ def _copy_beside(beside: Path, folder: Path) -> None:
     for path in beside.iterdir():
         if path.is_file() and belongs_beside(path.name):
             (folder / path.name).write_bytes(path.read_bytes())
-
-
-def _describe(source: TensorSource, folder: Path) -> Mapping[str, Any]:
-    """The description of a model that its checkpoint holds; or the configuration beside the weights."""
-    if source.about:
-        return source.about
-    if (folder / CONFIG).exists():
-        return {"config": _read_json(folder / CONFIG)}
-    if (folder / ADAPTER_CONFIG).exists():
-        names = {name: name for name in source.tensors}
-        return {"adapters": {"default": {"config": _read_json(folder / ADAPTER_CONFIG), "tensors": names}}}
-    return {}
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ConfigError(f"{path.name} is not JSON: {error}.") from None
 
 
 def _training(source: str, manifest: Manifest | None, options: Mapping[str, Any] | None) -> Training | None:

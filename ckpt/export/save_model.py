@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,11 +23,12 @@ from ckpt.formats.tensors import FilePlan
 from ckpt.ranks.consensus import MAIN, Ranks, run_on_all_ranks
 from ckpt.state.model import ModelPart, tensors_in
 from ckpt.storage import LocalStorage
+from ckpt.util.checked_json import parse_json
 from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar
 
 MODEL = "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
-CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+CONFIG, ADAPTER_CONFIG, GENERATION = "config.json", "adapter_config.json", "generation_config.json"
 _DEFAULT_ADAPTER = "default"
 
 
@@ -119,7 +120,7 @@ def model_files(
     config = dict(about.get("config", {}))
     if config:
         config["dtype"] = _dtype_name(tensors, options)
-    documents = {CONFIG: config, "generation_config.json": about.get("generation_config")}
+    documents = {CONFIG: config, GENERATION: about.get("generation_config")}
     return [*weights, *(_json(name, fields) for name, fields in documents.items() if fields)]
 
 
@@ -192,3 +193,26 @@ def write_processors(folder: Path, processors: Sequence[Processor]) -> None:
     """Write the files of tokenizers and processors into a folder."""
     for processor in processors:
         processor.save_pretrained(folder)
+
+
+def about_model(beside: Mapping[str, Callable[[], bytes]], names: Iterable[str]) -> dict[str, Any]:
+    """The description of a model, as a checkpoint of ours holds it, from the files beside its tensors."""
+    if is_adapter(beside):
+        adapter = {"config": _fields(ADAPTER_CONFIG, beside), "tensors": {name: name for name in names}}
+        return {"adapters": {"default": adapter}}
+    found = {"config": CONFIG, "generation_config": GENERATION} if CONFIG in beside else {}
+    return {key: _fields(path, beside) for key, path in found.items() if path in beside}
+
+
+def is_adapter(beside: Iterable[str]) -> bool:
+    return ADAPTER_CONFIG in beside and CONFIG not in beside
+
+
+def _fields(path: str, beside: Mapping[str, Callable[[], bytes]]) -> dict[str, Any]:
+    try:
+        found = parse_json(beside[path]())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds a {type(found).__name__}, and no configuration.")
+    return found

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckpt.data.progress import Progress
 from ckpt.errors import CkptError, ConfigError, DamagedError
-from ckpt.export.save_model import ADAPTER_CONFIG, CONFIG
+from ckpt.export.save_model import ADAPTER_CONFIG, CONFIG, GENERATION, about_model, is_adapter
 from ckpt.export.source import beside, choose_a_checkpoint, open_foreign, open_source
 from ckpt.formats.checks import damage_reported
 from ckpt.formats.foreign import accelerate, dcp, deepspeed, megatron, torch_files
@@ -48,7 +48,6 @@ from ckpt.state.optimizer import by_name, by_number, nameless
 from ckpt.state.parts import ENGINE
 from ckpt.state.registry import RESERVED
 from ckpt.storage import Storage
-from ckpt.util.checked_json import parse_json
 
 _OPTIMIZER = "state of an optimizer"
 Outcome = tuple[tuple[str, ...], dict[str, str]]  # the parts that were written; what was not, with the reasons
@@ -223,7 +222,6 @@ def _usable(key: str, taken: Collection[str]) -> str:
     return next(name for name in tries if name not in taken and _is_usable(name))
 
 
-_GENERATION = "generation_config.json"
 ADAPTER_ALONE = (
     "an adapter of PEFT, by the names of its file: the model that it adapts is not in the source, and a manager of the "
     "adapted model cannot resume from it. ckpt.load_model loads the source itself"
@@ -231,34 +229,11 @@ ADAPTER_ALONE = (
 NO_CONFIG = "the source has none, and from_pretrained needs it: save the model's config beside it"
 
 
-def about_model(beside: Mapping[str, Callable[[], bytes]], names: Iterable[str]) -> dict[str, Any]:
-    """The description of a model, as a checkpoint of ours holds it, from the files beside its tensors."""
-    if is_adapter(beside):
-        adapter = {"config": _fields(ADAPTER_CONFIG, beside), "tensors": {name: name for name in names}}
-        return {"adapters": {"default": adapter}}
-    found = {"config": CONFIG, "generation_config": _GENERATION} if CONFIG in beside else {}
-    return {key: _fields(path, beside) for key, path in found.items() if path in beside}
-
-
-def is_adapter(beside: Iterable[str]) -> bool:
-    return ADAPTER_CONFIG in beside and CONFIG not in beside
-
-
 def files_left(beside: Iterable[str], kept: Mapping[str, Any]) -> dict[str, str]:
     """The files beside a model that only `hf` keeps; `kept` is what a checkpoint of ours has of them."""
-    inside = {CONFIG, _GENERATION, ADAPTER_CONFIG} if kept else set()
+    inside = {CONFIG, GENERATION, ADAPTER_CONFIG} if kept else set()
     left = sorted(path for path in beside if path not in inside)
     return {", ".join(left): "beside the model: only hf keeps such files"} if left else {}
-
-
-def _fields(path: str, beside: Mapping[str, Callable[[], bytes]]) -> dict[str, Any]:
-    try:
-        found = parse_json(beside[path]())
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}.") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds a {type(found).__name__}, and no configuration.")
-    return found
 
 
 _FEW = 10

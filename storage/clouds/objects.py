@@ -80,16 +80,21 @@ def several(call: Callable[[_Item, threading.Event], _T], items: Iterable[_Item]
     """
     stopped, running, results = threading.Event(), list[ThreadCall](), list[_T]()
     left = iter(items)
+
+    def collect() -> None:
+        results.append(running[0].result())  # listed until then: an interrupt waits for it, too
+        del running[0]
+
     first = list(itertools.islice(left, 2))
     if len(first) < 2:
         return [call(item, stopped) for item in first]
     try:
         for item in itertools.chain(first, left):
             if len(running) >= at_once:
-                results.append(running.pop(0).result())
+                collect()
             running.append(ThreadCall(partial(copy_context().run, call, item, stopped), name))  # with `within`
         while running:
-            results.append(running.pop(0).result())
+            collect()
     except BaseException:
         stopped.set()
         for ending in running:

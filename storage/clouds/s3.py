@@ -19,7 +19,7 @@ import logging
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from concurrent.futures import CancelledError, wait
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -557,38 +557,22 @@ def _resolver() -> Any:
 
     class Resolver(AbstractResolver):
         async def resolve(self, host: str, port: int = 0, family: int = socket.AF_UNSPEC) -> list[Any]:
-            found = await _in_thread(lambda: socket.getaddrinfo(host, port, family, socket.SOCK_STREAM))
+            future: Future[list[Any]] = Future()
+            future.set_running_or_notify_cancel()  # from now on it cannot be cancelled: the thread settles it
+
+            def work() -> None:
+                try:
+                    future.set_result(socket.getaddrinfo(host, port, family, socket.SOCK_STREAM))
+                except OSError as error:
+                    future.set_exception(error)
+
+            threading.Thread(target=work, name="ckpt-resolve", daemon=True).start()
             return [
                 {"hostname": host, "host": address[0], "port": port, "family": kind, "proto": proto, "flags": 0}
-                for kind, _, proto, _, address in found
+                for kind, _, proto, _, address in await asyncio.wrap_future(future)
             ]
 
         async def close(self) -> None:
             """Nothing to close."""
 
     return Resolver()
-
-
-async def _in_thread(call: Callable[[], Any]) -> Any:
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def work() -> None:
-        try:
-            result = call()
-        except OSError as error:
-            loop.call_soon_threadsafe(_settle, done, None, error)
-        else:
-            loop.call_soon_threadsafe(_settle, done, result, None)
-
-    threading.Thread(target=work, name="ckpt-resolve", daemon=True).start()
-    return await done
-
-
-def _settle(done: asyncio.Future[Any], result: Any, error: OSError | None) -> None:
-    if done.cancelled():
-        return
-    if error is not None:
-        done.set_exception(error)
-    else:
-        done.set_result(result)

@@ -5,7 +5,6 @@ Does not import torch: shell commands use it too.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
@@ -14,14 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ckpt.errors import DamagedError, TransientError
-from ckpt.storage.hub.repo import HubFile, HubRepo, bounded_answers, client_bars
+from ckpt.storage.hub.repo import HubFile, HubRepo, bounded_answers, client_bars, hashed_like, pieces_of
 from ckpt.util.checked_json import is_relative
 from ckpt.util.console import progress_bar
 from ckpt.util.threads import in_parallel
 
 _HASHED = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # the names of blobs: git's hash, or sha256 of large files
-_SHA256 = 64  # digits
-_PIECE = 8 << 20
 _AT_ONCE = 8
 _AGAIN = 2  # as often a file is received, where a connection failed in the middle and the server knows no ranges
 _SLACK = 16 << 20  # bytes of answers that are no files
@@ -138,10 +135,4 @@ def _verify(files: Mapping[Path, HubFile | None], commit: str) -> None:
 
 def _is_intact(path: Path, file: HubFile, advance: Callable[[float], None]) -> bool:
     size = path.stat().st_size
-    is_large = len(file.oid) == _SHA256
-    hasher = hashlib.sha256() if is_large else hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
-    with open(path, "rb") as opened:
-        while piece := opened.read(_PIECE):
-            hasher.update(piece)
-            advance(len(piece))
-    return size == file.size and hasher.hexdigest() == file.oid
+    return size == file.size and hashed_like(file.oid, pieces_of(path, advance), size) == file.oid

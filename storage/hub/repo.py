@@ -7,16 +7,18 @@ to page with the token, and reads lists into memory and files to the disk, howev
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 import re
 import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -275,9 +277,28 @@ _ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _COMMIT = re.compile(r"[\w.-]{1,200}", re.ASCII)
 _MAY_NOT = 403
 _EXISTS = 409
+_SHA256_DIGITS = 64
+_PIECE = 8 << 20
 _CONFLICTS = (_EXISTS, 412)
 _COMMIT_RETRIES = RetryPolicy(tries=8, longest_pause=6.4)  # when others have committed first
 _log = logging.getLogger("ckpt")
+
+
+def hashed_like(oid: str, pieces: Iterable[bytes], size: int) -> str:
+    """The hash of bytes, of the kind that another one of the Hub's is: sha256 of large files, git's of others."""
+    is_large = len(oid) == _SHA256_DIGITS
+    hasher = hashlib.sha256() if is_large else hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    for piece in pieces:
+        hasher.update(piece)
+    return hasher.hexdigest()
+
+
+def pieces_of(path: str | os.PathLike[str], advance: Callable[[float], None] = lambda count: None) -> Iterator[bytes]:
+    """The bytes of a file, a few at a time."""
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE):
+            yield piece
+            advance(len(piece))
 
 
 @dataclass(frozen=True)
@@ -443,13 +464,8 @@ class HubRepo:
         A try whose answer was lost may have made it. So the branch is looked at before it is sent again: the mark in
         the description of a commit tells whose it is.
         """
-        mark, tries = f"ckpt {secrets.token_hex(8)}", 0
 
-        def send() -> str:
-            nonlocal tries
-            tries += 1
-            if tries > 1 and (made := self._marked(mark, parent)):
-                return made
+        def send(mark: str) -> str:
             try:
                 answer = self.api.create_commit(
                     self.id,
@@ -469,7 +485,7 @@ class HubRepo:
             raise self._moved(parent)
 
         with client_bars(show=sys.stderr.isatty()):
-            return self.ask("commit to", send)
+            return self.ask_once("commit to", send, lambda mark: self._marked(mark, parent))
 
     def _marked(self, mark: str, parent: str) -> str | None:
         """The commit with this mark. None while the branch is at `parent`; if others have moved it, a `MovedError`."""
@@ -490,6 +506,18 @@ class HubRepo:
                 return call()
 
         return self.requests.make(attempt)
+
+    def ask_once(self, verb: str, call: Callable[[str], Result], made: Callable[[str], Result | None]) -> Result:
+        """The result of a change that is made once, though its answer may be lost: `made` finds it by its mark."""
+        mark, tries = f"ckpt {secrets.token_hex(8)}", 0
+
+        def attempt() -> Result:
+            nonlocal tries
+            tries += 1
+            known = made(mark) if tries > 1 else None
+            return call(mark) if known is None else known
+
+        return self.ask(verb, attempt)
 
 
 @contextmanager
@@ -545,15 +573,12 @@ def open_pull_request(repo: HubRepo, title: str) -> HubRepo:
     """
     if len(title.strip()) < _SHORTEST_TITLE:
         raise ConfigError(f"the title of a pull request has {_SHORTEST_TITLE} characters or more, not {title!r}.")
-    mark, tries = f"ckpt {secrets.token_hex(8)}", 0
 
-    def opened() -> int:
-        nonlocal tries
-        tries += 1
-        known = _marked(repo, title, mark) if tries > 1 else None
-        return known or int(repo.api.create_pull_request(repo.id, title=title, description=f"Opened by {mark}.").num)
+    def opened(mark: str) -> int:
+        return int(repo.api.create_pull_request(repo.id, title=title, description=f"Opened by {mark}.").num)
 
-    return replace(repo, revision=f"refs/pr/{repo.ask('open a pull request in', opened)}")
+    number = repo.ask_once("open a pull request in", opened, partial(_marked, repo, title))
+    return replace(repo, revision=f"refs/pr/{number}")
 
 
 def page_of(request: HubRepo) -> str:

@@ -6,7 +6,6 @@ Changes are batched into commits: those that follow soon after a commit wait for
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import logging
 import re
@@ -23,7 +22,7 @@ from urllib.parse import unquote
 from ckpt.compat.huggingface_hub import is_ignored, is_separate, mark_uploaded
 from ckpt.errors import AbsentError, CkptError, ConfigError, StorageError, TruncatedError
 from ckpt.storage.base import ANY, LARGEST_DOCUMENT, Buffer, Entry, Unfinished, below, changed, check_key
-from ckpt.storage.hub.repo import MAIN_BRANCH, HubFile, HubRepo, translated_errors
+from ckpt.storage.hub.repo import MAIN_BRANCH, HubFile, HubRepo, hashed_like, translated_errors
 from ckpt.storage.memory import MemoryStorage
 from ckpt.storage.retry import Requests, RetryPolicy
 from ckpt.util.option_values import is_seconds, said
@@ -57,7 +56,7 @@ class Receipt:
         if self.oid:
             return self.oid
         content = base64.b64decode(self.content)
-        return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+        return hashed_like("", [content], len(content))
 
     def addition(self, path: str) -> CommitOperationAdd:
         from huggingface_hub import CommitOperationAdd

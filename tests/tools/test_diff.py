@@ -175,7 +175,7 @@ class Deep(nn.Module):
 
 
 @torch.no_grad()
-def test_modules_that_differ_alike_are_one_line_of_a_table_of_80_columns(tmp_path: Path) -> None:
+def test_modules_that_differ_alike_are_one_line_of_a_table(tmp_path: Path) -> None:
     model = Deep()
     first = save(tmp_path / "first", "a", model)
     for parameter in model.parameters():
@@ -184,16 +184,14 @@ def test_modules_that_differ_alike_are_one_line_of_a_table_of_80_columns(tmp_pat
     model.extra = nn.Linear(2, 2)
     second = other(tmp_path, model)
     for options in (["--depth", "0"], [], ["--depth", "9"], ["--tensors"]):
-        result = diff(first, second, *options)
-        assert result.exit_code == 1
-        assert max(map(len, result.output.splitlines()[2:])) <= 80  # after the paths
+        assert diff(first, second, *options).exit_code == 1
     assert re.search(r"(?m)^  blocks .*\n    0-2", diff(first, second, "--depth", "2").output)
     assert "0-2" not in diff(first, second, "--depth", "1").output
     lines = [line.split() for line in diff(first, second, "--depth", "4").output.splitlines()]
     assert ["0-2", "(3", "alike)", "9", "72", "0.5", "50", "%"] in lines  # the bias of a LayerNorm is 0
     assert ["4-11", "(8", "alike)", "24", "192", "0.5", "50", "%"] in lines
     assert ["3", "3", "24", "nan", "nan"] in lines
-    assert ["only", "in", "the", "second", "tensors"] in lines
+    assert ["only", "in", "the", "second", "tensors", "dtype", "and", "shape"] in lines
     assert ["weight", "1", "float32", "[2,", "2]"] in lines
     listed = diff(first, second, "--tensors").output
     assert re.search(r"(?m)^model\.blocks\.7\.0\.weight +1 +16 +\S+ +50 %$", listed)
