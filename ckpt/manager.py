@@ -18,6 +18,7 @@ from ckpt.data.loop import Batches
 from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError, MissingError, Preempted
 from ckpt.export.options import SHARD_SIZE, ExportOptions
+from ckpt.formats.checkpoint_name import name_of_step
 from ckpt.load.load_state import Restored
 from ckpt.options import (
     Every,
@@ -31,7 +32,6 @@ from ckpt.options import (
 )
 from ckpt.ranks.consensus import MAIN
 from ckpt.ranks.schedule_and_signals import Preemption, SaveSchedule
-from ckpt.root.catalog import name_of_step
 from ckpt.root.retention import Keep
 from ckpt.save.saver import SaveReport
 from ckpt.session import Session

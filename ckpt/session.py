@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.data.loop import Loop
 from ckpt.data.progress import as_numbers, checked_metrics
 from ckpt.errors import ConfigError, DamagedError, Preempted, StorageError
+from ckpt.formats.checkpoint_name import check_name, name_of_step
 from ckpt.load.load_state import LiveObjects, Locations, Restored, StateLoader
 from ckpt.memory.session_tier import (
     build_tier,
@@ -28,7 +29,7 @@ from ckpt.ranks.consensus import MAIN, Ranks, run_on_all_ranks
 from ckpt.ranks.find import find_ranks
 from ckpt.ranks.hosts import Hosts, find_hosts, may_have_separate_roots
 from ckpt.ranks.schedule_and_signals import Preemption, SaveSchedule
-from ckpt.root.catalog import check_name, manifests_of_run, name_of_step
+from ckpt.root.catalog import manifests_of_run
 from ckpt.root.mirror import Copies, MirrorPatience, MirrorWorker
 from ckpt.root.open import refuse_checkpoint, try_out_tiers
 from ckpt.root.retention import Keep
@@ -128,7 +129,7 @@ class Session:
         self.patience = options.patience
         self.ranks, hosts = meet_ranks(options.ranks, self.tiers, self.patience)
         self.mirror = build_mirror(options, self.tiers, self.keep, self.ranks, hosts, self.patience)
-        writer = RootWriter(self.storage, self.ranks, self.keep, self.mirror, hosts, seal=seal)
+        writer = RootWriter(self.storage, self.ranks, self.keep, self.mirror, hosts, seal=seal if seal.sha256 else None)
         snapshots = Snapshots(options.saving.host_memory_bytes, options.saving.device_memory_bytes)
         self.saver = Saver(writer, snapshots, options.saving.read_back)
         self.memory = build_tier(self.saver, **options.tier)
@@ -391,7 +392,8 @@ class Session:
         """Load a checkpoint: the one by that name, or the newest that is intact; None if there is none."""
         self.saver.owner.require("load_state()")
         run_on_all_ranks(self.ranks, "load_state() (saves done)", self.wait)
-        self.saver.read_back.stop()
+        if self.saver.has_saved:
+            self.saver.read_back.stop()
         trained = self.saved_at is not None or self.loop.progress.step > 0
         try:
             restored = self.loader.load(name, strict=strict, verify_before_overwrite=trained)

@@ -13,8 +13,9 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from ckpt.errors import ConfigError
+from ckpt.formats.checkpoint_name import is_name_of_step
 from ckpt.formats.native.header import SUFFIX
-from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, MARKER, STATE, is_name_of_step
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, MARKER, STATE
 from ckpt.util.checked_json import is_key
 from ckpt.util.option_values import said
 

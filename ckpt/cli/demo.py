@@ -23,9 +23,9 @@ import click
 
 from ckpt.cli.ls import show_checkpoints
 from ckpt.errors import CkptError, ConfigError
+from ckpt.formats.checkpoint_name import name_of_step
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.root import catalog
-from ckpt.root.catalog import name_of_step
 from ckpt.storage import LocalStorage
 from ckpt.util.console import format_size, progress_bar, say
 

@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from ckpt.compat.lightning import begin_data
 from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError, DamagedError, UnsupportedError
+from ckpt.formats.checkpoint_name import check_name, name_of_step
 from ckpt.formats.native.documents import decode_inline, encode_inline
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.reader import CheckpointReader
@@ -33,8 +34,6 @@ from ckpt.memory.slot_storage import slot_storage
 from ckpt.memory.tier import MemoryTier
 from ckpt.ranks.consensus import MAIN, Ranks, SingleProcess
 from ckpt.ranks.find import find_ranks
-from ckpt.root import catalog
-from ckpt.root.catalog import name_of_step
 from ckpt.root.verify import problems
 from ckpt.save.capture import LiveState, StateCapture
 from ckpt.save.root_writer import Lineage, RootWriter
@@ -172,7 +171,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
             return
         root, name = _split_path(path)
         self._finish_saves()
-        request = request_of(catalog.check_name(name), checkpoint)
+        request = request_of(check_name(name), checkpoint)
         with advised():
             self.saver_of(open_storage(root)).save(request, wait=not self._background)
 

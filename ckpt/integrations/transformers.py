@@ -27,6 +27,7 @@ from ckpt.compat.transformers import (
 )
 from ckpt.errors import ConfigError, MissingError, Preempted
 from ckpt.export.load_model import load_checkpoint_model
+from ckpt.formats.checkpoint_name import name_of_step
 from ckpt.integrations.trainer_data import TrainerData
 from ckpt.integrations.trainer_push import TrainerPush
 from ckpt.integrations.trainer_resume import ResumeSource
@@ -270,7 +271,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
 
     def _save(self, model: nn.Module, trial: Any = None) -> None:
         state, manager, before = self._trainer.state, self._prepare_save(), set(self._saved)
-        name = catalog.name_of_step(state.global_step)
+        name = name_of_step(state.global_step)
         self._saved.add(name)
         self._name_the_best(state)
         if manager.save_state(name, metrics=logged_metrics(state)) is None:  # left out
@@ -322,7 +323,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             deepspeed_load_checkpoint(engine, *given, **named)
 
     def _name_the_best(self, state: TrainerState) -> None:
-        best = catalog.name_of_step(state.best_global_step or 0)
+        best = name_of_step(state.best_global_step or 0)
         if best in self._saved:
             state.best_model_checkpoint = f"{self._storage.url}/{best}"
 

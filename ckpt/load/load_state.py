@@ -12,6 +12,7 @@ from ckpt.data.loop import Loop
 from ckpt.data.progress import Progress
 from ckpt.data.tracked_loader import UnclaimedPositions
 from ckpt.errors import ConfigError, StateError, StorageError
+from ckpt.formats.checkpoint_name import check_name
 from ckpt.formats.checks import damage_reported
 from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.registry import ACCELERATE, CKPT, claims
@@ -20,7 +21,7 @@ from ckpt.load.restore import Restoration, RestoreRequest, rewinder
 from ckpt.load.select import Candidate, Choice, MemoryTier, Selection, choose
 from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together, run_on_all_ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
-from ckpt.root.catalog import Checkpoint, Overview, check_name
+from ckpt.root.catalog import Checkpoint, Overview
 from ckpt.root.folder import ROOT_ITSELF, Folder, open_url
 from ckpt.root.mirror import MirrorPatience
 from ckpt.root.signing import Trust

@@ -32,6 +32,7 @@ from ckpt.errors import (
     VersionError,
     shows_damage,
 )
+from ckpt.formats.checkpoint_name import check_name
 from ckpt.formats.native.documents import STATE
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.formats.native.shard_table import EVERY, ShardSpec, ShardTable
@@ -346,7 +347,7 @@ def _found(
     storage: Storage, name: str | None, on_listed: Callable[[Overview], None] | None = None
 ) -> list[catalog.Checkpoint]:
     if name is not None:
-        return [catalog.find(storage, catalog.check_name(name))]
+        return [catalog.find(storage, check_name(name))]
     listed = Overview.of(storage)
     if on_listed is not None:
         on_listed(listed)

@@ -19,9 +19,16 @@ from ckpt.memory.keeper_process import (
     require_keeper,
     start_keeper,
 )
-from ckpt.memory.place import MemoryPlace, PlaceError, memory_directory
+from ckpt.memory.place import (
+    MemoryPlace,
+    PlaceError,
+    identity_of,
+    memory_directory,
+    read_token,
+    remove_token,
+    write_token,
+)
 from ckpt.memory.rescue import rescue_settings
-from ckpt.memory.root_token import identity_of, read_token, remove_token, write_token
 from ckpt.memory.slot_storage import hold_memory, is_held, replica_storage, slot_storage
 from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts, host_name

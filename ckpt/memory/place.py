@@ -1,6 +1,7 @@
 """The folder of a run in a host's memory: what it says of itself, who may find it, who lives in it, how it is removed.
 
-Imports no torch: the keeper and `ckpt memory` use it too.
+A token, a file in the root, tells a folder that the root is still the one it belongs to: a root that was removed and
+made anew has another one, or none. Imports no torch: the keeper, the rescue and `ckpt memory` use it too.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import math
 import os
 import platform
@@ -26,7 +28,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ckpt.errors import StorageError
+from ckpt.errors import AbsentError, StorageError
+from ckpt.storage import Staging, Storage, place_of
 from ckpt.storage.local.files import has_one_name, open_regular
 from ckpt.util.checked_json import Rule, broken_rules, is_count, is_finite, is_mapping, is_text, parse_json
 from ckpt.util.console import utc_now
@@ -431,3 +434,48 @@ def read_step(place: MemoryPlace) -> int | None:
         finally:
             os.close(descriptor)
     return None
+
+
+_log = logging.getLogger("ckpt")
+TOKEN = ".memory"  # noqa: S105 - the name of the file
+
+
+def read_token(root: Storage) -> str:
+    """The token of a root; empty if it has none."""
+    if isinstance(root, Staging):
+        return "staged"
+    try:
+        return root.read(TOKEN, 0, 64).decode("ascii", "replace")
+    except AbsentError:
+        return ""
+
+
+def write_token(root: Storage, token: str = "") -> str:
+    """Give a root this token or a new one, and return it."""
+    token = token or secrets.token_hex(16)
+    root.write(TOKEN, [token.encode()])
+    return token
+
+
+def remove_token(root: Storage) -> bool:
+    """No folder in memory belongs to this root any more, on whatever host it is. Returns whether there was a token.
+
+    A token that cannot be removed is said: a later run would take what is in such a folder for the newest.
+    """
+    if isinstance(root, Staging):
+        return False
+    try:
+        if not read_token(root):
+            return False
+        root.delete([TOKEN])
+    except StorageError as error:
+        _log.warning(
+            "%s/%s cannot be removed: %s Remove it, or a later run with memory= may resume from snapshots in "
+            "memory that are older than this run's checkpoints.", root.url, TOKEN, error,
+        )  # fmt: skip
+    return True
+
+
+def identity_of(root: Storage, token: str) -> str:
+    """What the folder of a run knows its root by."""
+    return f"{place_of(root)}\n{token}"

@@ -18,8 +18,7 @@ from typing import Any
 from ckpt.errors import CkptError, ConfigError, DamagedError, StorageError, VersionError
 from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.memory.keeper import DONE, REFUSED
-from ckpt.memory.place import MemoryPlace, digest_of
-from ckpt.memory.root_token import identity_of, read_token
+from ckpt.memory.place import MemoryPlace, digest_of, identity_of, read_token
 from ckpt.memory.slot_storage import slot_storage
 from ckpt.root import deletion
 from ckpt.root.catalog import Overview, Summary, find, scan

@@ -15,7 +15,7 @@ from ckpt.compat.accelerate import save_hooks
 from ckpt.load import select
 from ckpt.load.load_state import Restored
 from ckpt.load.select import STRAY, in_memory
-from ckpt.memory.root_token import TOKEN, remove_token
+from ckpt.memory.place import TOKEN, remove_token
 from ckpt.memory.statistics import crash_facts, saving_of
 from ckpt.ranks.consensus import MAIN
 from ckpt.save.saver import Saver

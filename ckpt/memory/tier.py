@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 
 from ckpt.errors import CkptError, FullError, RanksError, StorageError
 from ckpt.memory.meeting import Meeting
-from ckpt.memory.place import read_step, write_step
+from ckpt.memory.place import read_step, remove_token, write_step
 from ckpt.memory.replicas import Replicas
 from ckpt.memory.room import GIVE_WAY, SAVE, SKIP, TrainingPeak, Verdict, View, save_unless, verdict_of
-from ckpt.memory.root_token import remove_token
 from ckpt.memory.slot_storage import slot_storage
 from ckpt.memory.slots import SlotSaver, SlotWriter
 from ckpt.memory.statistics import Statistics

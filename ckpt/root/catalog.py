@@ -48,7 +48,6 @@ from ckpt.errors import (
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest, digest, is_resumed
 from ckpt.formats.native.manifest import MARKER as MARKER
-from ckpt.formats.native.manifest import name_of_step as name_of_step
 from ckpt.formats.registry import CKPT, is_checkpoint
 from ckpt.storage import Entry, HubStorage, Staging, Storage, open_storage
 from ckpt.storage.base import ROOT_LOCK, read_document
@@ -563,7 +562,6 @@ def _parsed(data: bytes) -> dict[str, tuple[str, Summary]]:
 
 LOCK = ROOT_LOCK  # in a root: locked by the run that writes to it
 _READERS = 32  # threads that read manifests from an object store
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,199}")
 
 
 @dataclass(frozen=True)
@@ -628,16 +626,6 @@ def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
     metrics = ", ".join(f"{name} {format_number(value)}" for name, value in found.metrics.items())
     age = f"{format_age(found.created)} ago"
     return checkpoint.name, str(found.step), format_size(found.size), age, metrics, "committed"
-
-
-def check_name(name: str) -> str:
-    """Refuse a name that is not a single path segment: it becomes a folder below the root, and must not lead out."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name:
-        raise ConfigError(
-            f"{name!r} cannot name a checkpoint: use letters, digits and . _ - + = @, starting with a letter, a digit "
-            "or '_', without '..' or '/'. For another folder, give StateManager another root."
-        )
-    return name
 
 
 def scan(storage: Storage) -> list[Checkpoint]:

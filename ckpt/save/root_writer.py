@@ -404,7 +404,7 @@ class RootWriter:
     mirror: MirrorWorker | None = None
     hosts: Hosts = field(default_factory=Hosts)
     numbering: Numbering = field(default_factory=Numbering)
-    seal: Seal = field(default_factory=Seal)
+    seal: Seal | None = None  # what manifests get beside the hashes that find damage
     lineage: Lineage = field(default_factory=Lineage)
     links: Links = field(default_factory=Links)
     damaged: set[str] = field(default_factory=set)
@@ -532,7 +532,8 @@ class RootWriter:
             self._refuse_unsafe(name, present)
             occupied = {*present, *elsewhere}
             taken = tuple(path for path in paths if path in occupied or not self._is_free_in_mirror(name))
-            return self._begin(Attempt(name, occupied_paths=taken, sha256=self.seal.sha256), paths)
+            sha256 = self.seal is not None and self.seal.sha256
+            return self._begin(Attempt(name, occupied_paths=taken, sha256=sha256), paths)
 
         begun = self._in_held_root(begin)
         return replace(begun, sequence=number or self.reserve())
@@ -598,7 +599,8 @@ class RootWriter:
             **{"world_size": self.ranks.world_size, **facts},
         )
         receipts = {record.file.path: record.receipt for record in stored if record.receipt is not None}
-        self.commit_manifest(attempt, manifest := self.seal.sealed(unsealed), receipts)
+        manifest = unsealed if self.seal is None else self.seal.sealed(unsealed)
+        self.commit_manifest(attempt, manifest, receipts)
         _log.log(self.log_level, "%s", saved_line(manifest, self.storage.url))
         return manifest
 

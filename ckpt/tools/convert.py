@@ -21,6 +21,7 @@ from ckpt.export.folders import atomic_file, atomic_folder
 from ckpt.export.merge import counted
 from ckpt.export.options import ExportOptions
 from ckpt.export.save_model import CONFIG, model_files
+from ckpt.formats.checkpoint_name import check_name
 from ckpt.formats.foreign import megatron, torch_files
 from ckpt.formats.foreign.hf_safetensors import plan_files, same_place, tied
 from ckpt.formats.foreign.torch_files import RNG
@@ -43,10 +44,10 @@ from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.registry import ACCELERATE, CKPT, DCP, HF, LIGHTNING, MEGATRON, TORCH, WRITTEN
 from ckpt.formats.tensors import FilePlan
 from ckpt.load.accelerate import ForeignPart, kind_of
-from ckpt.memory.root_token import remove_token
+from ckpt.memory.place import remove_token
 from ckpt.ranks.consensus import SingleProcess
 from ckpt.root import deletion
-from ckpt.root.catalog import check_name, find, whole_file
+from ckpt.root.catalog import find, whole_file
 from ckpt.root.signing import KeySource, Seal, find_signing_key
 from ckpt.save.root_writer import RootWriter
 from ckpt.shown import Lines

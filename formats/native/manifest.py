@@ -339,15 +339,6 @@ _HEX = 32
 _VERSION = re.compile(r"[\w.+-]{1,40}")
 
 
-def name_of_step(step: int) -> str:
-    """What a checkpoint, and its folder, is called where nobody has named it: `step-00001000`."""
-    return f"step-{step:08d}"
-
-
-def is_name_of_step(name: str) -> bool:
-    return re.fullmatch(r"step-\d{8,}", name) is not None
-
-
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
     """A file of a checkpoint: its name, path and size, and a hash for each of its blocks.

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.memory.keeper_process import KeeperProcess, living_keeper, start_keeper
-from ckpt.memory.place import MemoryPlace
+from ckpt.memory.place import MemoryPlace, identity_of, read_token, write_token
 from ckpt.memory.rescue import rescue_settings
-from ckpt.memory.root_token import identity_of, read_token, write_token
 from ckpt.memory.slot_storage import hold_memory, slot_storage
 from ckpt.storage import open_storage, place_of
 from tests.helpers import byte_checkpoints

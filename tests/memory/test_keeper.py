@@ -17,8 +17,7 @@ import pytest
 from ckpt.errors import AbsentError
 from ckpt.memory import keeper, keeper_process, place
 from ckpt.memory.keeper_process import KeeperError, KeeperProcess, living_keeper, require_keeper, start_keeper
-from ckpt.memory.place import MemoryPlace
-from ckpt.memory.root_token import identity_of, read_token
+from ckpt.memory.place import MemoryPlace, identity_of, read_token
 from ckpt.memory.slot_storage import slot_storage
 from ckpt.storage import LocalStorage
 from tests.helpers.byte_checkpoints import keys

@@ -19,9 +19,8 @@ from ckpt.errors import ConfigError, LockedError, StorageError
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Host, Manifest
 from ckpt.memory import keeper, rescue
 from ckpt.memory.keeper_process import last_log_line, start_keeper
-from ckpt.memory.place import MemoryPlace
+from ckpt.memory.place import TOKEN, MemoryPlace, write_token
 from ckpt.memory.rescue import GivesWayError, LateError, RefusedError, Rescue, rescue_settings
-from ckpt.memory.root_token import TOKEN, write_token
 from ckpt.memory.slot_storage import slot_storage
 from ckpt.root.catalog import find, read_manifest, scan
 from ckpt.root.lock import lock_root

@@ -11,9 +11,10 @@ import pytest
 
 import ckpt
 from ckpt.errors import ConfigError, DamagedError, MissingError, TransientError, VersionError
+from ckpt.formats.checkpoint_name import check_name
 from ckpt.formats.native import manifest as manifest_format
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
-from ckpt.root.catalog import MARKER, check_name, find, list_checkpoints, locate, read_manifest, resolve, scan
+from ckpt.root.catalog import MARKER, find, list_checkpoints, locate, read_manifest, resolve, scan
 from ckpt.storage import Entry, LocalStorage, Storage
 from tests.helpers.byte_checkpoints import attempt_at, begin_and_write, keys, save
 from tests.helpers.places import PassedOn
