@@ -26,8 +26,16 @@ if TYPE_CHECKING:
 @click.option("--depth", type=click.IntRange(0), default=2, show_default=True, help="Of the tree of modules.")
 @click.option("--tensors", is_flag=True, help="List every tensor that differs, by its full name.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")
+@click.option("--key", metavar="PATH", help="Refuse what this key (PEM, public or private) has not signed.")
 def diff(
-    first: str, second: str, part: str | None, format: str | None, depth: int, tensors: bool, as_json: bool
+    first: str,
+    second: str,
+    part: str | None,
+    format: str | None,
+    depth: int,
+    tensors: bool,
+    as_json: bool,
+    key: str | None,
 ) -> None:
     """Say which tensors and values differ between FIRST and SECOND.
 
@@ -43,7 +51,7 @@ def diff(
     from ckpt.tools.diff import diff
 
     try:
-        found = diff(first, second, part=part, format=format)
+        found = diff(first, second, part=part, format=format, verify_key=key, require_signed=key is not None)
     except CkptError as error:
         echo_error(error)
         raise click.exceptions.Exit(2) from None

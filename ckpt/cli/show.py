@@ -15,6 +15,7 @@ import click
 from ckpt.cli.output import Line, Styled, checkpoint_or_path, echo, echo_json
 from ckpt.formats.native.header import Outline
 from ckpt.formats.native.manifest import Manifest
+from ckpt.root.signing import open_trust
 from ckpt.tools.show import CheckpointSummary, PartSummary, summarize
 from ckpt.util.console import format_age, format_number, format_size, format_table, one_line
 
@@ -113,7 +114,8 @@ _SECONDS = {"blocked": "training waited {:.2f} s", "total": "durable after {:.2f
 @click.option("--depth", type=click.IntRange(0), default=2, show_default=True, help="Of the tree of modules; 0: none.")
 @click.option("--tensors", is_flag=True, help="List every tensor with its dtype and shape.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")
-def show(url: str, depth: int, tensors: bool, as_json: bool) -> None:
+@click.option("--key", metavar="PATH", help="Refuse what this key (PEM, public or private) has not signed.")
+def show(url: str, depth: int, tensors: bool, as_json: bool, key: str | None) -> None:
     """Say what is in the checkpoint at URL, or in the newest intact one below it.
 
     Reads the manifest and the headers of files, no tensor. Modules are shown as a tree; those of a row that are
@@ -123,7 +125,7 @@ def show(url: str, depth: int, tensors: bool, as_json: bool) -> None:
     ckpt show runs/mrpc
     ckpt show s3://bucket/mrpc/step-00001000 --depth 4
     """
-    summary = summarize(url)
+    summary = summarize(url, trust=open_trust(key, required=key is not None))
     if as_json:
         echo_json(summary.to_json(tensors=tensors))
     else:

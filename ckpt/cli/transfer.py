@@ -25,7 +25,8 @@ Examples:
 @click.option("--format", help="Of SOURCE, where a folder holds saves in several formats: deepspeed, hf, ...")
 @click.option("--name", help="Of the checkpoint in the root; that of the source, if none is given.")
 @click.option("--max-shard-size", help="With --to hf: write shards of at most this size, such as 5GB.")
-def convert(source: str, destination: str, **options: Any) -> None:
+@click.option("--key", metavar="PATH", help="Refuse what this key (PEM, public or private) has not signed.")
+def convert(source: str, destination: str, key: str | None, **options: Any) -> None:
     """Convert a checkpoint between formats. That of SOURCE is found out.
 
     SOURCE is a checkpoint of ckpt, Accelerate, DeepSpeed, Lightning, Megatron-Core, the Trainer,
@@ -34,7 +35,7 @@ def convert(source: str, destination: str, **options: Any) -> None:
     """
     from ckpt.tools.convert import convert
 
-    echo(str(convert(source, destination, **options)))
+    echo(str(convert(source, destination, verify_key=key, require_signed=key is not None, **options)))
 
 
 @click.command()
@@ -106,7 +107,8 @@ def pull(source: str, destination: str, key: str | None, **options: Any) -> None
 )
 @click.option("--license", help="For the model card: apache-2.0, mit, ...")
 @click.option("--card/--no-card", default=True, show_default=True, help="Write the model card, or leave it as it is.")
-def push(source: str, repo_id: str, license: str | None, card: bool, **options: Any) -> None:
+@click.option("--key", metavar="PATH", help="Refuse what this key (PEM, public or private) has not signed.")
+def push(source: str, repo_id: str, license: str | None, card: bool, key: str | None, **options: Any) -> None:
     """Publish the model of the checkpoint at SOURCE as REPO_ID on the Hub.
 
     SOURCE is a checkpoint of ckpt, sharded or not, what else 'ckpt merge' reads, or a folder of safetensors; REPO_ID is
@@ -119,4 +121,5 @@ def push(source: str, repo_id: str, license: str | None, card: bool, **options: 
     """
     from ckpt.export.push import push_to_hub
 
-    echo(push_to_hub(source, repo_id, card={"license": license} if card and license else card, **options))
+    about: Any = {"license": license} if card and license else card
+    echo(push_to_hub(source, repo_id, card=about, verify_key=key, require_signed=key is not None, **options))

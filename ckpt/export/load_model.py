@@ -283,8 +283,8 @@ def load_model(
             a checkpoint of ours.
         storage_options: For a URL, as for `StateManager`: `{"token": ...}` for the Hub.
         timeout: Seconds that ranks wait for each other.
-        verify_key: As of `Signing`; files without a manifest are then refused.
-        require_signed: As `required` of `Signing`.
+        verify_key: As of `Signing`: you are warned of what none of its keys has signed.
+        require_signed: As `required` of `Signing`; files without a manifest are then refused, too.
 
     Returns:
         What was skipped or is not exactly as it was saved, with the reasons.
@@ -307,7 +307,8 @@ def load_model(
         if place.is_ours:
             storage, names = run_on_all_ranks(ranks, call, lambda: locate(where, options))
             return _load_checkpoint(storage, names, ranks, model_part(part, model), trust, strict=strict)
-        trust.refuse_unsigned(shown)
+        if trust.required or ranks.rank == MAIN:  # one warning
+            trust.refuse_unsigned(shown)
         skipped: dict[str, str] = run_on_all_ranks(
             ranks, call, lambda: _load_foreign(place, shown, model_part(part, model), ranks.rank, strict=strict)
         )
@@ -332,6 +333,7 @@ def load_checkpoint_model(
     restored = restored_from(choice, ("model",))
     if ranks.rank == MAIN:
         restored.report()
+        trust.warn(choice.manifest)
     ranks.linger()
     return restored
 
@@ -362,6 +364,7 @@ def _load_checkpoint(
     if ranks.rank == MAIN:
         for newer, why in choice.passed_over.items():
             _log.warning("%s is passed over: %s", newer, one_line(why))
+        trust.warn(choice.manifest)
         say(f"loaded {part.key} of {storage.url}/{choice.manifest.name}")
     noted = {**choice.ready.notes.skipped, **choice.ready.notes.approximated}
     return {key: why for key, why in noted.items() if key.startswith(f"{part.key}.")}

@@ -49,7 +49,7 @@ def merge(
         part: Which part, where it is not the model.
         format: Which one to read, where a folder holds saves in several formats: `"deepspeed"`, `"hf"`.
         storage_options: Credentials and the like, for URLs on both sides.
-        verify_key: As of `Signing`.
+        verify_key: As of `Signing`: you are warned of what none of its keys has signed.
         require_signed: As `required` of `Signing`.
 
     Returns:

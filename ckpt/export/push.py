@@ -37,6 +37,7 @@ from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together, run_on_al
 from ckpt.ranks.find import find_ranks
 from ckpt.root.catalog import History, locate, scan
 from ckpt.root.folder import Place
+from ckpt.root.signing import KeySource, Trust, open_trust
 from ckpt.state.model import ModelPart
 from ckpt.storage.hub.repo import (
     MAIN_BRANCH,
@@ -233,6 +234,8 @@ def push_to_hub(
     format: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     timeout: float = 300.0,
+    verify_key: KeySource | None = None,
+    require_signed: bool = False,
 ) -> str:
     """Publish the model of a checkpoint, sharded or not, or a folder of safetensors, in one commit.
 
@@ -258,17 +261,21 @@ def push_to_hub(
         format: Which one to push, where a folder holds saves in several formats: `"deepspeed"`, `"hf"`.
         storage_options: For a `source` that is a URL, as for the manager.
         timeout: Seconds to wait for other ranks.
+        verify_key: As of `Signing`: you are warned of what none of its keys has signed.
+        require_signed: As `required` of `Signing`.
 
     Returns:
         The URL of the commit, or of the pull request.
 
     Raises:
+        UntrustedError: A signature is required, and the source has none of a key that is trusted here.
         DeniedError: The token is missing, or may not write there.
         StorageError: The Hub did not take it; nothing has changed there.
     """
     target = HubTarget.of(repo_id, revision, token, private, commit_message, card, create_pr)
     processors = check_processors(tokenizer=tokenizer, processor=processor)
-    request = _PushRequest(ExportOptions.parse(dtype, max_shard_size), processors, beside)
+    trust = open_trust(verify_key, required=require_signed)
+    request = _PushRequest(ExportOptions.parse(dtype, max_shard_size), processors, beside, trust)
     ranks = find_ranks(f"push to {target.repo.url}", timeout)
 
     def push(_: object) -> str:
@@ -289,6 +296,7 @@ class _PushRequest:
     options: ExportOptions
     processors: Sequence[Processor]
     beside: str | os.PathLike[str] | None
+    trust: Trust
 
     def write_companions(self, folder: Path) -> None:
         if self.beside is not None:
@@ -306,10 +314,11 @@ def _prepare(
         if place.format in (HF, PEFT) and os.path.isdir(source) and any(Path(source).glob(f"*{SUFFIX}")):
             if request.options != ExportOptions.parse(None, SHARD_SIZE):
                 raise ConfigError(f"{source} is pushed as it is: dtype= and max_shard_size= are for checkpoints.")
+            request.trust.refuse_unsigned(source)
             request.write_companions(folder)
             yield Publication((Path(source), folder))
             return
-        with open_source(source, part, storage_options, format=format) as opened:
+        with open_source(source, part, storage_options, request.trust, format) as opened:
             for name, content in opened.beside.items():
                 (folder / name).write_bytes(content())
             request.write_companions(folder)

@@ -48,7 +48,7 @@ from ckpt.ranks.consensus import MAIN
 from ckpt.root.catalog import locate, part_of, rank_of, read_manifest, scan
 from ckpt.root.folder import Folder, Place
 from ckpt.root.signing import BELIEVES_ALL, Trust
-from ckpt.root.verify import VerifiedFile, problems
+from ckpt.root.verify import AuthenticFile, VerifiedFile, problems, size_problems
 from ckpt.shown import few
 from ckpt.storage import Storage
 from ckpt.util.option_values import said
@@ -131,22 +131,25 @@ def open_checkpoint(
     """The tensors of a part of the one checkpoint at a path or URL."""
     storage, (name,) = locate(source, options if "://" in os.fspath(source) else None)
     with storage.lock(name, shared=True):  # retention of a running job must not remove what is being read
-        manifest = trust.checked(read_manifest(storage, name))
+        manifest = trust.accepted(read_manifest(storage, name))
         ours = _of_part(manifest, part)
-        if wrong := problems(storage, ours, show=True, threads=1):
+        # what is authentic is verified as it is read: a file that is read again may have been altered meanwhile
+        wrong = size_problems(storage, ours) if manifest.is_authentic else problems(storage, ours, show=True, threads=1)
+        if wrong:
             raise DamagedError(f"{name} is damaged: {'; '.join(wrong)}.")
+        opened = partial(_tensor_file, storage, manifest, {})
         state = _state(storage, manifest, part)
         table = ShardTable.from_json(state["spread"], manifest) if "spread" in state else ShardTable({})
         united = "united" in state
         common = [file for file in ours.files if united or part_of(file.name) == part]
         tensors = pieced(
-            (_tensor_file(storage, name, file) for file in common),
+            map(opened, common),
             partial(_is_written_by, table) if united else lambda file, tensor: True,
         )
         if united:  # the table has the values of the first rank
             warn_of_variants(f"{name}: {part}", state.get("differs", {}).get("tensors", {}))
         elif "differs" in state:
-            of_ranks = pieced(_tensor_file(storage, name, file) for file in _own_files(manifest, part))
+            of_ranks = pieced(map(opened, _own_files(manifest, part)))
             tensors = merged(f"{name}: {part}", tensors, of_ranks, state["differs"].get("tensors", {}))
         check_complete(tensors, name)
         if "spread" in state:
@@ -182,9 +185,13 @@ def _state(storage: Storage, manifest: Manifest, part: str) -> Mapping[str, Any]
     return state
 
 
-def _tensor_file(storage: Storage, name: str, file: FileRecord) -> TensorFile:
-    stored = VerifiedFile.of(storage, name, file).stored  # every byte was verified before
-    return TensorFile.open(stored, stored.key, file.size)
+def _tensor_file(
+    storage: Storage, manifest: Manifest, last: dict[tuple[str, int], memoryview], file: FileRecord
+) -> TensorFile:
+    verified = VerifiedFile.of(storage, manifest.name, file, sha256=manifest.is_authentic)
+    if not manifest.is_authentic:  # every byte was verified before
+        return TensorFile.open(verified.stored, verified.stored.key, file.size)
+    return TensorFile.open(AuthenticFile(verified, last), verified.stored.key, file.size)
 
 
 def _own_files(manifest: Manifest, part: str) -> list[FileRecord]:

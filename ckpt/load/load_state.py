@@ -348,7 +348,7 @@ class StateLoader:
         )
         if self.ranks.rank == MAIN:
             restored.report()
-            self._warn_if_unsigned(choice.manifest)
+            self.trust.warn(choice.manifest)
         return restored
 
     def _tell_newer(self, loaded: Manifest) -> None:
@@ -361,11 +361,4 @@ class StateLoader:
             _log.info(
                 "%s is newer than %s, which you loaded by its name. Until this run saves, a resume takes the newer. "
                 "To go back for good, save now: manager.save_state().", newest.name, loaded.name,
-            )  # fmt: skip
-
-    def _warn_if_unsigned(self, manifest: Manifest) -> None:
-        if self.trust.keys and not manifest.is_authentic:
-            _log.warning(
-                "%s is not signed by a key that is trusted here: whoever can write to its root may have altered it. "
-                "With Signing(required=True) it is refused.", manifest.name,
             )  # fmt: skip

@@ -6,6 +6,7 @@ Hashes find damage, signatures find tampering: whoever alters a file can make it
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from ckpt.storage.local.files import open_regular
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+
+_log = logging.getLogger("ckpt")
 
 SIGN_VARIABLE = "CKPT_SIGN_KEY"
 VERIFY_VARIABLE = "CKPT_VERIFY_KEY"
@@ -238,12 +241,35 @@ class Trust:
             raise UntrustedError(f"{manifest.name} is refused: {problem}.")
         return replace(manifest, signature=replace(signature, verified=True))
 
+    def accepted(self, manifest: Manifest) -> Manifest:
+        """The manifest as `checked` returns it, of a checkpoint that is then used: warns if none of the keys signed it.
+
+        For whoever takes one checkpoint. Where several are looked at, `checked` each and `warn` of the one taken.
+        """
+        manifest = self.checked(manifest)
+        self.warn(manifest)
+        return manifest
+
+    def warn(self, manifest: Manifest) -> None:
+        """Say that a checkpoint that is used is not signed by one of the keys."""
+        if self.keys and not manifest.is_authentic:
+            by = f", but by {short(manifest.signature.key)}" if manifest.signature else ""
+            self._warn(manifest.name, f"is not signed by a key that is trusted here{by}")
+
     def refuse_unsigned(self, where: str) -> None:
-        """Raise where a signature is required, for a place that has no manifest which could have one."""
+        """Raise where a signature is required, for a place that has no manifest which could have one; else warn."""
         if self.required:
             raise UntrustedError(
                 f"{where} is refused: it has no manifest, so nothing in it is signed, and a signature is required."
             )
+        if self.keys:
+            self._warn(where, "has no manifest, so nothing in it is signed")
+
+    def _warn(self, where: str, why: str) -> None:
+        _log.warning(
+            "%s %s: whoever can write to it may have altered it. Signing(required=True) or require_signed=True refuses "
+            "it.", where, why,
+        )  # fmt: skip
 
     def _refuse_unknown(self, manifest: Manifest) -> None:
         if not self.required:

@@ -181,6 +181,39 @@ class VerifiedFile:
         raise DamagedError(f"{self.stored.key.partition('/')[0]} is damaged: {problem}.")
 
 
+class AuthenticFile:
+    """A file of a signed checkpoint whose every read is of bytes that were verified in memory, block by block.
+
+    `last` is the block that was read last, of all files that share it: no more is kept in memory.
+    """
+
+    def __init__(self, file: VerifiedFile, last: dict[tuple[str, int], memoryview]) -> None:
+        self._file, self._last = file, last
+
+    def read(self, start: int, stop: int) -> bytes:
+        found = bytearray(max(0, min(stop, self._file.record.size) - start))
+        self.read_into(start, memoryview(found))
+        return bytes(found)
+
+    def read_into(self, start: int, *buffers: memoryview) -> None:
+        for view in (memoryview(buffer).cast("B") for buffer in buffers):
+            while view:
+                index, at = divmod(start, self._file.record.block_size)
+                piece = self._block(index)[at : at + len(view)]
+                if not piece:
+                    raise TruncatedError(f"{self._file.stored.key} ends {len(view)} bytes too early.")
+                view[: len(piece)] = piece
+                view, start = view[len(piece) :], start + len(piece)
+
+    def _block(self, index: int) -> memoryview:
+        wanted = self._file.stored.key, index
+        found = self._last.get(wanted)
+        if found is None:
+            self._last.clear()
+            found = self._last[wanted] = memoryview(self._file.read(*self._file.span(index)))
+        return found
+
+
 INTACT = "intact"
 DAMAGED = "DAMAGED"
 UNTRUSTED = "UNTRUSTED"

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ckpt.errors import ConfigError, StorageError
+from ckpt.errors import ConfigError, StorageError, UntrustedError
 from ckpt.export.folders import atomic_file, atomic_folder
 from ckpt.export.merge import counted
 from ckpt.export.options import ExportOptions
@@ -48,7 +48,7 @@ from ckpt.memory.place import remove_token
 from ckpt.ranks.consensus import SingleProcess
 from ckpt.root import deletion
 from ckpt.root.catalog import find, whole_file
-from ckpt.root.signing import KeySource, Seal, find_signing_key
+from ckpt.root.signing import KeySource, Seal, Trust, find_signing_key, open_trust
 from ckpt.save.root_writer import RootWriter
 from ckpt.shown import Lines
 from ckpt.storage import disk_path, open_storage
@@ -370,6 +370,8 @@ def convert(
     name: str | None = None,
     max_shard_size: int | str | None = None,
     sign: KeySource | bool | None = None,
+    verify_key: KeySource | None = None,
+    require_signed: bool = False,
 ) -> Converted:
     """Convert a checkpoint from any format that is read to any that is written.
 
@@ -389,7 +391,10 @@ def convert(
         format: Which of them the source is. Only needed for a folder that holds saves in several formats.
         name: Of a checkpoint in a root; that of the source if none is given.
         max_shard_size: For `"hf"`: bytes, or `"5GB"`, beyond which it is shards and an index.
-        sign: For `"ckpt"`, as `key` of `Signing`; others know no signatures.
+        sign: For `"ckpt"`, as `key` of `Signing`; others know no signatures. Of a checkpoint of ours, only what this
+            key or one of `verify_key` has signed is signed again.
+        verify_key: As of `Signing`: you are warned of what none of its keys has signed.
+        require_signed: As `required` of `Signing`.
 
     Returns:
         What was written, and what is not exact or was left out, with the reasons.
@@ -397,6 +402,7 @@ def convert(
     Raises:
         MissingError: There is nothing to convert.
         DamagedError: The source is not what was saved.
+        UntrustedError: The source is not signed by a key that you trust, and you required or wanted to sign it.
         ConfigError: The source is of no kind that is read, or there is something at the destination.
     """
     if to not in WRITTEN:
@@ -407,14 +413,25 @@ def convert(
         raise ConfigError(f"max_shard_size= is for to={HF.name!r}.")
     limit = ExportOptions.parse(None, max_shard_size).max_shard_size
     if to != CKPT.name:
-        return _export(source, format, destination, to, limit)
+        return _export(source, format, destination, to, limit, open_trust(verify_key, required=require_signed))
     seal = Seal(key=find_signing_key(sign))
-    with open_state(source, format) as state:
+    trust = open_trust(verify_key, required=require_signed, own=seal.key)
+    with open_state(source, format, trust) as state:
+        if seal.key is not None and state.origin == CKPT.name and not state.is_authentic:
+            raise UntrustedError(
+                f"{state.name} is not signed by a key that is trusted here. A signature on its copy would vouch for "
+                "what nobody has verified: give verify_key=, the public key of whoever signed it, or sign=False."
+            )
         return _import(with_part_names(state), destination, name, seal)
 
 
 def _export(
-    source: str | os.PathLike[str], format: str | None, destination: str | os.PathLike[str], to: str, limit: int | None
+    source: str | os.PathLike[str],
+    format: str | None,
+    destination: str | os.PathLike[str],
+    to: str,
+    limit: int | None,
+    trust: Trust,
 ) -> Converted:
     path = disk_path(destination, to)
     _refuse_inside_checkpoint(path)
@@ -427,7 +444,7 @@ def _export(
         MEGATRON.name: export_megatron,
     }
     whole = atomic_file if to in _FILES else atomic_folder
-    with open_state(source, format) as state:
+    with open_state(source, format, trust) as state:
         total = sum(map(state.size, state.parts))
         with whole(path) as place, progress_bar(f"converting {state.name}", total, in_bytes=True) as advance:
             parts, skipped = writers[to](state, place, advance)

@@ -23,6 +23,7 @@ from ckpt.formats.tensors import host_bytes
 from ckpt.root import catalog
 from ckpt.root.catalog import part_of
 from ckpt.root.folder import Place
+from ckpt.root.signing import BELIEVES_ALL, KeySource, Trust, open_trust
 from ckpt.root.verify import VerifiedFile
 from ckpt.storage import Storage
 from ckpt.util.console import progress_bar
@@ -179,6 +180,8 @@ def diff(
     part: str | None = None,
     format: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    verify_key: KeySource | None = None,
+    require_signed: bool = False,
 ) -> Diff:
     """Compare two checkpoints, tensor by tensor and value by value.
 
@@ -191,6 +194,8 @@ def diff(
         part: Only this part. Otherwise all parts of two checkpoints of ours, and of others the model.
         format: Which one to compare, where a folder holds saves in several formats: `"deepspeed"`, `"hf"`.
         storage_options: Credentials and the like, for URLs on both sides.
+        verify_key: As of `Signing`: you are warned of what none of its keys has signed.
+        require_signed: As `required` of `Signing`.
 
     Returns:
         What differs; it is false if nothing does.
@@ -199,8 +204,9 @@ def diff(
         MissingError: There is nothing there, or no such part.
         DamagedError: One of them is not what was saved.
     """
+    trust = open_trust(verify_key, required=require_signed)
     with ExitStack() as held:
-        one, other = (_Side.at(place, storage_options, format, held) for place in (first, second))
+        one, other = (_Side.at(place, storage_options, format, held, trust) for place in (first, second))
         found = list(_Comparison(one, other, part).differences())
     return Diff(first=os.fspath(first), second=os.fspath(second), differences=tuple(found))
 
@@ -212,22 +218,32 @@ class _Side:
     where: str | os.PathLike[str]
     options: Mapping[str, Any] | None
     place: Place
+    trust: Trust
     storage: Storage | None = None
     manifest: Manifest | None = None
 
     @classmethod
     def at(
-        cls, where: str | os.PathLike[str], options: Mapping[str, Any] | None, format: str | None, held: ExitStack
+        cls,
+        where: str | os.PathLike[str],
+        options: Mapping[str, Any] | None,
+        format: str | None,
+        held: ExitStack,
+        trust: Trust,
     ) -> _Side:
         """Open a checkpoint. Ours is locked: retention of a running job must not remove it."""
         place = Place.at(where, options, format, must=False)
-        side = cls(where, options, place)
+        side = cls(where, options, place, trust)
         if place.format is ROOT:
             raise choose_a_checkpoint(place)
         if place.format is CKPT:
             side.storage, (name,) = catalog.locate(where, options if "://" in os.fspath(where) else None)
             held.enter_context(side.storage.lock(name, shared=True))
-            side.manifest = catalog.read_manifest(side.storage, name)
+            side.manifest = trust.accepted(catalog.read_manifest(side.storage, name))
+            if not side.manifest.is_authentic:
+                side.trust = BELIEVES_ALL  # the warning was given
+        else:
+            trust.refuse_unsigned(os.fspath(where))
         return side
 
     def files(self, part: str) -> list[FileRecord]:
@@ -247,7 +263,7 @@ class _Side:
         """The values in a document by their paths; none if there is no such document."""
         if file is None or self.manifest is None or self.storage is None:
             return {}
-        stored = VerifiedFile.of(self.storage, self.manifest.name, file)
+        stored = VerifiedFile.of(self.storage, self.manifest.name, file, sha256=self.manifest.is_authentic)
         document = from_json(stored.read_all(), stored.stored.key)
         with damage_reported(stored.stored.key, "document of a checkpoint"):
             if file.name == STATE:
@@ -259,7 +275,7 @@ class _Side:
             return {}
         if self.manifest is None:
             return open_foreign(self.place, part).tensors
-        return held.enter_context(open_source(self.where, part, self.options)).tensors
+        return held.enter_context(open_source(self.where, part, self.options, self.trust)).tensors
 
 
 @dataclass

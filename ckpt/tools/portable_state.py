@@ -42,6 +42,7 @@ from ckpt.load.accelerate import CUSTOM, UNKNOWN_PROGRESS, AccelerateState, Fore
 from ckpt.load.reader import CheckpointReader, check_rank_state
 from ckpt.root.catalog import locate, own_key, read_manifest
 from ckpt.root.folder import Folder, Place
+from ckpt.root.signing import BELIEVES_ALL, Trust
 from ckpt.root.verify import size_problems
 from ckpt.state.objects import KINDS, is_part_name
 from ckpt.state.optimizer import by_name, by_number, nameless
@@ -72,6 +73,7 @@ class PortableState:
     own_state: Callable[[int], dict[str, Any]] | None = None
     beside: Mapping[str, Callable[[], bytes]] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
+    is_authentic: bool = False  # it is signed by a key that is trusted
 
     @property
     def written(self) -> tuple[str, ...]:
@@ -251,23 +253,27 @@ _OWN_PART = "held by single ranks: it is not converted"
 
 
 @contextmanager
-def open_state(source: str | os.PathLike[str], format: str | None = None) -> Iterator[PortableState]:
+def open_state(
+    source: str | os.PathLike[str], format: str | None = None, trust: Trust = BELIEVES_ALL
+) -> Iterator[PortableState]:
     """The checkpoint at a path or URL, of any format that is read."""
     place = Place.at(source, format=format)
     if place.format is ROOT:
         raise choose_a_checkpoint(place)
     if place.format is CKPT:
-        with _open_native(source) as found:
+        with _open_native(source, trust) as found:
             yield found
     else:
+        trust.refuse_unsigned(os.fspath(source))
         read = _model_alone if place.format is None else _READERS[place.format.name]
         yield read(place)
 
 
 @contextmanager
-def _open_native(source: str | os.PathLike[str]) -> Iterator[PortableState]:
+def _open_native(source: str | os.PathLike[str], trust: Trust) -> Iterator[PortableState]:
     """The one checkpoint at a path or URL, verified, and locked while it is read."""
-    with _locked_checkpoint(source) as (storage, manifest), ExitStack() as opened:
+    with _locked_checkpoint(source, trust) as (storage, manifest), ExitStack() as opened:
+        told = replace(trust, keys=()) if not manifest.is_authentic else trust  # the warning was given
         reader = CheckpointReader(storage, manifest, 0)
         where = f"{storage.url.rstrip('/')}/{manifest.name}"
         skipped = {key: _ENGINE for key in reader.parts if key.partition(".")[0] == ENGINE}
@@ -276,7 +282,7 @@ def _open_native(source: str | os.PathLike[str]) -> Iterator[PortableState]:
         for key, part in reader.parts.items():
             if key not in skipped:
                 has = reader.has_tensors(key)
-                tensors = opened.enter_context(open_source(where, key)).tensors if has else {}
+                tensors = opened.enter_context(open_source(where, key, trust=told)).tensors if has else {}
                 parts[key] = ForeignPart(part["state"], tensors)
                 about |= {key: part["about"]} if part.get("about") else {}
         yield PortableState(
@@ -289,6 +295,7 @@ def _open_native(source: str | os.PathLike[str]) -> Iterator[PortableState]:
             own_state=reader.rank_state if "rng" in reader.state else None,
             approximated=reader.state.get("lacking", {}),
             about=next(iter(about.values())) if len(about) == 1 else {},
+            is_authentic=manifest.is_authentic,
         )
 
 
@@ -308,11 +315,11 @@ def _of_single_ranks(reader: CheckpointReader, storage: Storage, manifest: Manif
 
 
 @contextmanager
-def _locked_checkpoint(source: str | os.PathLike[str]) -> Iterator[tuple[Storage, Manifest]]:
+def _locked_checkpoint(source: str | os.PathLike[str], trust: Trust) -> Iterator[tuple[Storage, Manifest]]:
     """The storage and the manifest of the one checkpoint at a path or URL, whose files are all there."""
     storage, (name,) = locate(source)
     with storage.lock(name, shared=True):  # retention of a running job must not remove what is being read
-        manifest = read_manifest(storage, name)
+        manifest = trust.accepted(read_manifest(storage, name))
         wrong = size_problems(storage, manifest)
         if wrong:
             raise DamagedError(f"{manifest.name} is damaged: {'; '.join(wrong)}. Convert another checkpoint.")

@@ -115,7 +115,7 @@ def _copy_intact(copies: Copies, manifests: list[Manifest], trust: Trust, shown:
     Those that a run has removed since they were listed are skipped, with a message.
     """
     copies.open_target([manifest.name for manifest in manifests if _has_begun(copies.target, manifest)])
-    copied, damaged = [], []
+    copied, damaged, kind = [], [], DamagedError
     with reading(copies.source, manifests[-1].name):  # retention must not remove the newest meanwhile
         for name in [manifest.name for manifest in manifests]:
             try:
@@ -126,8 +126,9 @@ def _copy_intact(copies: Copies, manifests: list[Manifest], trust: Trust, shown:
             except DamagedError as error:
                 deletion.remove_uncommitted(copies.target, name)
                 damaged.append(one_line(str(error)))
+                kind = type(error)
     if damaged:
-        raise DamagedError(f"not all of {shown} was copied: {' '.join(damaged)}")
+        raise kind(f"not all of {shown} was copied: {' '.join(damaged)}")
     return copied
 
 
@@ -135,7 +136,7 @@ def _copied(copies: Copies, name: str, trust: Trust) -> bool:
     with reading(copies.source, name) as manifest:
         if manifest is None:
             return False
-        manifest = trust.checked(manifest)
+        manifest = trust.accepted(manifest)
         _refuse_other_checkpoint(copies.target, manifest)
         has_begun = _has_begun(copies.target, manifest)
         if not has_begun:

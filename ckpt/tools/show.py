@@ -20,6 +20,7 @@ from ckpt.formats.native.manifest import STATE, FileRecord, Manifest
 from ckpt.formats.registry import foreign_hint
 from ckpt.root import catalog
 from ckpt.root.catalog import part_of
+from ckpt.root.signing import BELIEVES_ALL, Trust
 from ckpt.root.verify import VerifiedFile, files_on_other_hosts, reader_threads, size_problems, without_other_hosts
 from ckpt.storage import Storage
 from ckpt.util.checked_json import Rule, broken_rules, is_count, is_list, is_mapping, is_text, joined, parse_json
@@ -93,7 +94,9 @@ def _part_to_json(part: PartSummary, *, tensors: bool) -> dict[str, Any]:
     return {**about, "size": part.size, "ranks": part.ranks or None, **({"listed": listed} if tensors else {})}
 
 
-def summarize(url: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> CheckpointSummary:
+def summarize(
+    url: str | os.PathLike[str], options: Mapping[str, Any] | None = None, trust: Trust = BELIEVES_ALL
+) -> CheckpointSummary:
     """Summarize the checkpoint at a URL, or the newest checkpoint of a root whose files have their sizes."""
     storage, names = catalog.locate(url, options)
     if not names:
@@ -103,22 +106,22 @@ def summarize(url: str | os.PathLike[str], options: Mapping[str, Any] | None = N
     skipped: dict[str, str] = {}
     for name in names:
         try:
-            wrong = _missing(storage, catalog.read_manifest(storage, name))
+            wrong = _missing(storage, trust.checked(catalog.read_manifest(storage, name)))
         except DamagedError as error:
             wrong = [str(error)]
         if not wrong:
-            return replace(_summarize(storage, name), skipped=skipped)
+            return replace(_summarize(storage, name, trust), skipped=skipped)
         skipped[name] = "; ".join(wrong)
-    return replace(_summarize(storage, names[0]), skipped={name: skipped[name] for name in names[1:]})
+    return replace(_summarize(storage, names[0], trust), skipped={name: skipped[name] for name in names[1:]})
 
 
 def _missing(storage: Storage, manifest: Manifest) -> list[str]:
     return size_problems(storage, without_other_hosts(storage, manifest))
 
 
-def _summarize(storage: Storage, name: str) -> CheckpointSummary:
+def _summarize(storage: Storage, name: str, trust: Trust) -> CheckpointSummary:
     with storage.lock(name, shared=True):  # retention of a running job must not remove what is being read
-        manifest = catalog.read_manifest(storage, name)
+        manifest = trust.accepted(catalog.read_manifest(storage, name))
         problems = _missing(storage, manifest)
         parts = _Contents(storage, manifest, problems).parts()
     known = {other.manifest.id: other.name for other in catalog.scan(storage) if other.manifest is not None}

@@ -19,15 +19,19 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 from torch import nn
 
 import ckpt
 from ckpt.cli.main import main
+from ckpt.export import push
+from ckpt.export.options import ExportOptions
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest, digest, sha256
 from ckpt.ranks import hosts as host_names
 from ckpt.root.catalog import read_manifest
-from ckpt.root.signing import find_signing_key, new_key
+from ckpt.root.signing import Trust, find_signing_key, new_key, open_trust
 from ckpt.storage import LocalStorage
+from ckpt.tools.show import summarize
 from tests.helpers.forgery import write_manifest
 from tests.helpers.places import Place
 from tests.helpers.processes import run_ranks
@@ -303,6 +307,94 @@ class TestTampering:
                 do()
         assert not (tmp_path / "merged").exists()
         assert not (tmp_path / "pulled").exists()
+
+
+USERS: dict[str, Callable[[Path, Path, dict[str, Any]], object]] = {
+    "load_model": lambda source, to, trust: ckpt.load_model(source, nn.Linear(4, 4), **trust),
+    "merge": lambda source, to, trust: ckpt.merge(source, to / "x.safetensors", **trust),
+    "pull": lambda source, to, trust: ckpt.pull(source, to / "pulled", **trust),
+    "convert": lambda source, to, trust: ckpt.convert(source, to / "x.pt", to="torch", **trust),
+    "diff": lambda source, to, trust: ckpt.diff(source, source, **trust),
+    "show": lambda source, to, trust: summarize(source, trust=open_trust(**_renamed(trust))),
+    "push": lambda source, to, trust: _prepared(str(source), open_trust(**_renamed(trust))),
+}
+
+
+def _renamed(trust: dict[str, Any]) -> dict[str, Any]:
+    return {"verify_key": trust["verify_key"], "required": trust.get("require_signed", False)}
+
+
+def _prepared(source: str, trust: Trust) -> None:
+    """What `push_to_hub` does before it speaks to the Hub."""
+    request = push._PushRequest(ExportOptions.parse(None, "5GB"), (), None, trust)
+    with push._prepare(source, "model", None, request, None):
+        pass
+
+
+@pytest.mark.parametrize("use", USERS)
+class TestEveryReaderAsksTheSameTrust:
+    @pytest.mark.parametrize("signer", ["nobody", "another"])
+    def test_what_no_trusted_key_has_signed_is_used_with_a_warning_or_refused(
+        self, tmp_path: Path, key: str, another_key: str, use: str, signer: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        train(tmp_path / "theirs", "a", signing=ckpt.Signing(key=another_key if signer == "another" else False))
+        source, public = tmp_path / "theirs" / "a", f"{key}.pub"
+        caplog.clear()
+        USERS[use](source, tmp_path, {"verify_key": public})
+        warned = [one for one in caplog.messages if "a is not signed by a key that is trusted" in one]
+        assert len(warned) == (2 if use == "diff" else 1)
+        with pytest.raises(ckpt.UntrustedError, match="a is refused"):
+            USERS[use](source, tmp_path / "again", {"verify_key": public, "require_signed": True})
+
+    def test_what_a_trusted_key_has_signed_is_used_without_a_word(
+        self, run: Path, key: str, tmp_path: Path, use: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.clear()
+        USERS[use](run / "a", tmp_path, {"verify_key": f"{key}.pub", "require_signed": True})
+        assert "signed" not in caplog.text
+
+
+class TestConvert:
+    def test_signs_what_it_has_verified(self, run: Path, key: str, another_key: str, tmp_path: Path) -> None:
+        ckpt.convert(run / "a", tmp_path / "own", sign=key)
+        ckpt.convert(run / "a", tmp_path / "other", sign=another_key, verify_key=f"{key}.pub")
+        assert ckpt.verify(tmp_path / "other", verify_key=f"{another_key}.pub") == {"a": []}
+
+    def test_signs_nothing_that_nobody_has_verified(self, run: Path, another_key: str, tmp_path: Path) -> None:
+        tamper_with_weights(run, "a")
+        train(tmp_path / "unsigned", "a")
+        for source in (run / "a", tmp_path / "unsigned" / "a"):
+            with pytest.raises(ckpt.UntrustedError, match="would vouch for what nobody has verified"):
+                ckpt.convert(source, tmp_path / "signed", sign=another_key)
+        assert not (tmp_path / "signed" / "a").exists()
+
+
+@pytest.mark.parametrize("use", ["merge", "convert", "push"])
+def test_what_is_written_is_what_was_verified_whoever_alters_files_in_between(
+    run: Path, key: str, tmp_path: Path, use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file is altered as soon as its weights were read once."""
+    true, false = (run / "a" / WEIGHTS).read_bytes(), altered_weights(run, "a")
+    read, seen = LocalStorage.read_into, []
+
+    def altered(storage: LocalStorage, key: str, start: int, *buffers: memoryview, **how: Any) -> None:
+        read(storage, key, start, *buffers, **how)
+        if key == f"a/{WEIGHTS}":
+            seen.append(start)
+            (run / "a" / WEIGHTS).write_bytes(false)
+
+    monkeypatch.setattr(LocalStorage, "read_into", altered)
+    try:
+        USERS[use](run / "a", tmp_path, {"verify_key": f"{key}.pub", "require_signed": True})
+    except ckpt.DamagedError:  # it was read again, and verified again
+        assert not (tmp_path / "x.safetensors").exists()
+        return
+    assert seen
+    assert true != false
+    if use == "merge":
+        assert set(load_file(tmp_path / "x.safetensors")["weight"].flatten().tolist()) == {1.0}
+    elif use == "convert":
+        assert set(torch.load(tmp_path / "x.pt")["model"]["weight"].flatten().tolist()) == {1.0}
 
 
 @pytest.fixture
