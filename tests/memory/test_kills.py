@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import TCPStore
 from tests.helpers.processes import DEADLINE, run_ranks, start_rank
 from tests.memory.killed_training import Plan, attempt_forked, noted
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.on_disk]  # a root in memory has saved each step before a kill
 
 KILLS = int(os.environ.get("CKPT_MEMORY_KILLS", "0"))  # in all; 0: a few
 STEPS = 60 if KILLS else 44  # past a save into the root

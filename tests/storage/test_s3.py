@@ -43,6 +43,7 @@ class AnsweredError(Exception):
         self.code = code
 
 
+@pytest.mark.on_disk  # a tmpfs may list no name for one that is being replaced
 class TestFilesystem(StorageContract):
     """Any filesystem of fsspec. Its own of local files is one that is there."""
 
