@@ -291,7 +291,7 @@ class Loop:
     def skip(self, loader: Loader, batches: int | None) -> None:
         """Let the next pass through a loader begin after so many batches, or at its saved position."""
         self._by_script = False
-        if batches is not None:
+        if batches:  # of none, a place would be kept beside that of the pass
             self._loaders.next(loader)[1].skip(batches)
             self.progress.batch = batches
 

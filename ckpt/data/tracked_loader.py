@@ -660,7 +660,7 @@ class TrackedLoader:
     def skip(self, batches: int) -> None:
         """Let `take` begin after so many batches of an epoch that begins then, with everything as it is."""
         self._cursor.position.batches = batches
-        self._cursor.has_saved_position = batches > 0
+        self._cursor.has_saved_position = True
 
     def take(
         self, epoch: int, *, announced: bool = True, make_iterator: MakeIterator | None = None

@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ckpt.data.tracked_loader import ByIndex, ByReplay, ByState, RestoreStrategy, TrackedLoader
+from ckpt.data.tracked_loader import ByIndex, ByReplay, ByState, EpochLoaders, RestoreStrategy, TrackedLoader
+from ckpt.ranks.consensus import SingleProcess
 from tests.helpers.second_process import slow_where
 
 
@@ -143,3 +144,11 @@ def test_skipped_batches_are_a_position_to_begin_at() -> None:
     tracked.skip(4)
     assert _states(tracked) == ["has_saved_position"]
     assert len(_take(tracked)) == 2
+
+
+def test_a_position_that_is_put_back_is_that_of_the_next_pass_through_a_loader_without_a_name() -> None:
+    loaders, loader = EpochLoaders(SingleProcess(), dict), DataLoader(range(8))  # type: ignore[arg-type, var-annotated]
+    key, tracked, _ = loaders.next(loader)
+    saved = {**tracked.state(), "batches": 3}
+    loaders.put_back(key, tracked, saved)
+    assert loaders.next(loader)[::2] == (key, saved)

