@@ -7,6 +7,7 @@ shown as Python writes them (`\\x1b`), and passwords, tokens and signatures as `
 
 from __future__ import annotations
 
+import base64
 import logging
 import os
 import re
@@ -32,13 +33,15 @@ _NAME = (
 )
 _USER_AND_PASSWORD = re.compile(r"(?<=://)[^\s/:@]{0,256}:\S{0,512}@")
 _USER_ALONE = re.compile(r"(?<=://)[^\s/@]{1,256}@")
-_QUERY = re.compile(rf"([?&;](?:[\w.-]{{0,40}}{_NAME}|sig)=)[^&;#\s'\"\\<>]+", re.IGNORECASE)
+_IN_QUERY = rf"[\w.-]{{0,40}}{_NAME}|(?:[\w.-]{{0,40}}[_-])?(?:key|auth|jwt|sas|pwd?|code|session)|sig|apikey"
+_QUERY = re.compile(rf"([?&;](?:{_IN_QUERY})=)[^&;#\s'\"\\<>]+", re.IGNORECASE)
 _CONTAINER = re.compile(r"(?:abfss?|wasbs?|az|oci)$", re.IGNORECASE)  # `container@account` is how they begin
 _ASSIGNED = re.compile(rf"({_NAME}=['\"]?)(?!\.\.\.)[^\s'\",;&)}}\]\\]{{8,}}", re.IGNORECASE)
 _QUOTED = re.compile(rf"({_NAME}['\"]\s?:\s?['\"])[^'\"\\]{{1,4096}}", re.IGNORECASE)
 _HEADER = re.compile(r"\b((?:bearer|basic|x-amz-security-token\s?:)\s{1,2})[\w.~+/=-]{8,}", re.IGNORECASE)
 _TOKEN = re.compile(
-    r"\b()(?:hf_[A-Za-z0-9]{20,}|(?:AKIA|ASIA)[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{20,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+)"
+    r"\b()(?:hf_[A-Za-z0-9]{20,}|(?:AKIA|ASIA)[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{20,}|glpat-[\w-]{20,}"
+    r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+)"
 )
 _PRIVATE_KEY = re.compile(
     r"()-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----[\s\S]{0,8192}?(?:-----END [A-Z ]{0,40}KEY-----|\Z)"
@@ -48,10 +51,11 @@ _PATTERNS = (
     (_ASSIGNED, ("=",)),
     (_QUOTED, ("'", '"')),
     (_HEADER, ("earer ", "EARER ", "asic ", "ASIC ", "oken:", "OKEN:", "oken :")),
-    (_TOKEN, ("hf_", "AKIA", "ASIA", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "eyJ")),
+    (_TOKEN, ("hf_", "AKIA", "ASIA", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "glpat-", "eyJ")),
 )  # each with signs of which one is there wherever it matches: to look for those takes a hundredth of the time
 _SECRET_OPTION = re.compile(rf"{_NAME}|sas", re.IGNORECASE)
 
+_SENT = {"headers", "cookies", "proxy_headers"}  # options whose every value is for the server alone
 _LINE_BREAK = re.compile(r"[ \t]{0,100}[\r\n]{1,100}[ \t]{0,100}")
 _MARKUP = re.compile(r"[`*\[\]<>|\\~&#@$]|://|www\.|(?<!\w)_|_(?!\w)", re.IGNORECASE)
 _IN_CODE = {"|": r"\x7c", "`": r"\x60", "<!--": r"\x3c!--"}  # the last begins and ends what a push writes anew
@@ -133,6 +137,7 @@ def masked_url(url: str) -> str:
     """A URL, or a text with URLs in it, without user names, passwords and signatures."""
     url = _USER_AND_PASSWORD.sub(f"{MASK}@", url)
     url = _USER_ALONE.sub(_masked_user, url)
+    url = _TOKEN.sub(MASK, url)  # in a path
     return _QUERY.sub(rf"\g<1>{MASK}", url)
 
 
@@ -144,19 +149,24 @@ def _masked_user(found: re.Match[str]) -> str:
 def remember_secrets(options: Mapping[str, Any]) -> None:
     """Mask the values of options that are secrets by their names (`secret`, `token`, ...) wherever they occur.
 
-    The same for secrets in the environment, as it is now.
+    So are all headers and cookies, which a server may repeat, and the password of `auth`; and secrets in the
+    environment, as it is now.
     """
     given = [*_secret_values(options), *(os.environ.get(name, "") for name in _ENVIRONMENT)]
     found = {form for value in given if len(value) >= _SHORTEST for form in (value, quote(value, safe=""))}
     _known[:] = sorted(found.union(_known), key=len, reverse=True)
 
 
-def _secret_values(options: Mapping[str, Any]) -> Iterator[str]:
+def _secret_values(options: Mapping[str, Any], *, all_of_them: bool = False) -> Iterator[str]:
     for name, value in options.items():
         if isinstance(value, Mapping):
-            yield from _secret_values(value)
-        elif isinstance(value, str) and _SECRET_OPTION.search(str(name)):
+            yield from _secret_values(value, all_of_them=all_of_them or str(name).lower() in _SENT)
+        elif isinstance(value, str) and (all_of_them or _SECRET_OPTION.search(str(name))):
             yield value
+            yield value.rpartition(" ")[2]  # a server may repeat it without the word Bearer
+        elif name in ("auth", "proxy_auth") and isinstance(value, tuple | list) and len(value) > 1:
+            yield str(value[1])
+            yield base64.b64encode(":".join(map(str, value[:2])).encode()).decode()
 
 
 class _ShownRecords(logging.Filter):

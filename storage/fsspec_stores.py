@@ -6,7 +6,10 @@ locked there, and nobody is kept from changing what is read: hashes notice it.
 
 from __future__ import annotations
 
+import base64
 import inspect
+import math
+import os
 import sys
 import tempfile
 import threading
@@ -180,7 +183,7 @@ def translated_errors(what: str, where: str) -> Iterator[None]:
         problem = _problem(error, what, where)
         if problem is None:  # not the filesystem's
             raise
-    raise problem
+    raise problem from None  # a server may repeat what it was sent, and its words are in the error
 
 
 def _turn(name: str) -> threading.Lock:
@@ -207,7 +210,8 @@ def _problem(error: Exception, what: str, where: str) -> StorageError | None:
     if status >= 500 or status == 429:
         return TransientError(f"{begin}: the server says {status}.")
     if isinstance(error, _network()):
-        kind = UnreachedError if isinstance(error, _never_connected()) else TransientError
+        silent = isinstance(error, TimeoutError)  # if it has never answered: a server that did is asked for longer
+        kind = UnreachedError if silent or isinstance(error, _never_connected()) else TransientError
         return kind(f"{begin}: the connection failed ({type(error).__name__}). Look at the network.")
     if isinstance(error, OSError) or status:
         return StorageError(f"{begin}: {getattr(error, 'strerror', '') or type(error).__name__}.")
@@ -274,6 +278,8 @@ _OF_REQUESTS = {  # what aiohttp's requests take, as its documentation lists it
     "verify_ssl", "fingerprint", "ssl_context", "server_hostname", "proxy_headers", "trace_request_ctx", "read_bufsize",
     "auto_decompress", "max_line_size", "max_field_size", "middlewares",
 }  # fmt: skip
+_DEEPEST = 32  # folders
+_MOST_WITHOUT_LENGTH = 1 << 30  # bytes of a file whose length the server does not say: it may have no end
 _MOST_COPIED = 64 << 20  # bytes of a piece while a file is copied that cannot be read in ranges
 
 
@@ -289,6 +295,7 @@ class ReadOnlyStorage:
         given = dict(options)
         policy = RetryPolicy.taken_from(given)
         self._requests = Requests(policy)
+        self._listing = max(policy.deadline, policy.stall)  # seconds
         self._fs, path = _opened(url, given, policy)
         self._prefix = path.rstrip("/")
         self._whole: dict[str, IO[bytes]] = {}  # copies of files that the server does not send in parts
@@ -317,6 +324,9 @@ class ReadOnlyStorage:
         self._known = tuple(keys)
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        if stop is not None and key not in self._sizes and self._is_without_length(key):
+            data = self._asked("read", self._where(key), lambda: self._received(key, stop).read())
+            return data[start:stop]
         size = self._size(key)
         stop = size if stop is None else min(stop, size)
         return self._range(key, start, stop) if start < stop else b""
@@ -344,8 +354,13 @@ class ReadOnlyStorage:
     def _found(self, path: str) -> dict[str, Any]:
         """All files below a path. fsspec leaves out a folder that it cannot list, unless it is told not to."""
         self._fs.invalidate_cache()
-        told = {"on_error": _raise_unless_absent} if self._fs.async_impl else {}
-        return dict(self._fs.find(path, detail=True, **told))
+        told: dict[str, Any] = {}
+        if self._fs.async_impl:  # a tree without an end is one of a server that makes it up
+            told = {"on_error": _raise_unless_absent, "timeout": self._listing}
+        try:
+            return dict(self._fs.find(path, maxdepth=_DEEPEST, detail=True, **told))
+        except RecursionError:
+            raise StorageError(f"{self.url} cannot be listed: its folders have no end.") from None
 
     def version(self, key: str) -> str | None:
         path = self._path(check_key(key))
@@ -401,15 +416,19 @@ class ReadOnlyStorage:
         return f"{self.url}/{check_key(key)}"
 
     def _size(self, key: str) -> int:
-        if key not in self._sizes:
-            facts = self._asked("read", self._where(key), lambda: self._fs.info(self._path(key)))
-            if facts.get("type") == "directory":
-                raise AbsentError(f"{self._where(key)} does not exist.")
-            if facts.get("size") is None or facts.get("partial") is False:
-                self._copy(key)
-            else:
-                self._sizes[key] = int(facts["size"])
+        if key not in self._sizes and self._is_without_length(key):
+            self._copy(key)
         return self._sizes[key]
+
+    def _is_without_length(self, key: str) -> bool:
+        """Whether a file must be copied whole: the server does not say how long it is, or sends no parts of it."""
+        facts = self._asked("read", self._where(key), lambda: self._fs.info(self._path(key)))
+        if facts.get("type") == "directory":
+            raise AbsentError(f"{self._where(key)} does not exist.")
+        if facts.get("size") is None or facts.get("partial") is False:
+            return True
+        self._sizes[key] = int(facts["size"])
+        return False
 
     def _range(self, key: str, start: int, stop: int) -> bytes:
         if key not in self._whole:
@@ -433,18 +452,26 @@ class ReadOnlyStorage:
             if key in self._whole:
                 return
             copy = self._asked("read", self._where(key), lambda: self._received(key))
-            self._sizes[key] = copy.tell()
+            self._sizes[key] = copy.seek(0, os.SEEK_END)
             self._whole[key] = copy
 
     def _part(self, key: str, start: int, stop: int) -> bytes:
         return bytes(self._fs.cat_file(self._path(key), start=start, end=stop))
 
-    def _received(self, key: str) -> IO[bytes]:
+    def _received(self, key: str, stop: int | None = None) -> IO[bytes]:
+        """A copy of a file, or of its beginning up to `stop`."""
         copy = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the storage
+        left = min(_MOST_WITHOUT_LENGTH + 1, stop or math.inf)
         with self._fs.open(self._path(key), "rb", block_size=0) as file:
-            while piece := file.read(_MOST_COPIED):
+            while left and (piece := file.read(int(min(left, _MOST_COPIED)))):
                 copy.write(piece)
-        copy.flush()
+                left -= len(piece)
+        if copy.tell() > _MOST_WITHOUT_LENGTH:
+            raise StorageError(
+                f"{self._where(key)} has no end: the server does not say how long it is, and has sent more than "
+                f"{_MOST_WITHOUT_LENGTH >> 30} GiB."
+            )
+        copy.seek(0)
         return copy
 
 
@@ -460,7 +487,7 @@ def _opened(url: str, options: Mapping[str, Any], policy: RetryPolicy) -> tuple[
 
     scheme = url.lower().partition(":")[0]
     if scheme.startswith("http"):
-        unknown, options = _unknown_of_http(options), _with_timeout(options, policy)
+        unknown, options = _unknown_of_http(options), _for_http(options, policy)
     else:
         unknown = unknown_options(options, get_filesystem_class("hf")) if scheme == "hf" else []
     if unknown:
@@ -480,12 +507,38 @@ def _opened(url: str, options: Mapping[str, Any], policy: RetryPolicy) -> tuple[
         raise StorageError(f"{url} cannot be opened{given} ({kind}): {str(error).rstrip('.')}.") from None
 
 
-def _with_timeout(options: Mapping[str, Any], policy: RetryPolicy) -> dict[str, Any]:
-    """The options, with an end to how long a server is waited for, unless the user has set one."""
-    from aiohttp import ClientTimeout
+def _for_http(options: Mapping[str, Any], policy: RetryPolicy) -> dict[str, Any]:
+    """The options, with an end to how long a server is waited for, unless the user has set one.
+
+    What the user sends a server, such as `PRIVATE-TOKEN`, is for that server: another one, to which it redirects,
+    gets none of it.
+    """
+    from aiohttp import ClientTimeout, TraceConfig
 
     limit = ClientTimeout(total=None, sock_connect=min(10.0, policy.stall), sock_read=policy.stall)
-    return {**options, "client_kwargs": {"timeout": limit, **options.get("client_kwargs", {})}}
+    redirects = TraceConfig()
+    redirects.on_request_redirect.append(_leave_headers_behind)
+    client = dict(options.get("client_kwargs") or {})
+    traces = [*client.pop("trace_configs", ()), redirects]
+    found = {**options, "client_kwargs": {"timeout": limit, "trace_configs": traces, **client}}
+    auth = found.pop("auth", None)
+    if auth is not None:
+        if not (isinstance(auth, tuple | list) and len(auth) > 1 and all(isinstance(word, str) for word in auth)):
+            raise ConfigError("storage_options: auth= must be a user name and a password: ('name', 'password').")
+        code = base64.b64encode(":".join(auth[:2]).encode()).decode()  # aiohttp's BasicAuth is a tuple, too
+        found["headers"] = {**(options.get("headers") or {}), "Authorization": f"Basic {code}"}
+    return found
+
+
+_OF_EVERY_REQUEST = {"accept", "accept-encoding", "range", "user-agent"}
+
+
+async def _leave_headers_behind(session: Any, context: Any, redirect: Any) -> None:
+    """Before a redirect to another origin: aiohttp sends the headers of the last request, which this empties."""
+    target = redirect.response.headers.get("Location") or redirect.response.headers.get("URI") or ""
+    if redirect.url.join(type(redirect.url)(target)).origin() != redirect.url.origin():
+        for name in [name for name in redirect.headers if name.lower() not in _OF_EVERY_REQUEST]:
+            redirect.headers.popall(name, None)
 
 
 def _unknown_of_http(options: Mapping[str, Any]) -> list[str]:

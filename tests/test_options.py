@@ -325,6 +325,12 @@ class TestYaml:
         (tmp_path / "ckpt.yaml").write_text(text)
         return ckpt.StateManager.from_config(tmp_path / "ckpt.yaml", model=nn.Linear(1, 1))
 
+    @pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
+    def test_another_encoding_is_named(self, tmp_path: Path, encoding: str) -> None:
+        (tmp_path / "ckpt.yaml").write_bytes("root: caf\xe9".encode(encoding))
+        with pytest.raises(ckpt.ConfigError, match="is not UTF-8"):
+            ckpt.StateManager.from_config(tmp_path / "ckpt.yaml")
+
     def test_mappings_become_option_objects(self, tmp_path: Path) -> None:
         text = (
             f"root: {tmp_path}/run\nkeep: {{last: 2}}\nsaving: {{host_memory: 8GB, when_busy: skip}}\n"
@@ -352,6 +358,9 @@ class TestYaml:
             ("memory: 0", "memory=0 must be a number of steps, 1 or more, or a ckpt.Memory"),
             ("signing: run.key", "'signing' must be a mapping, for example 'signing: {key: run.key}'"),
             ("save_evry: 5", "did you mean 'save_every'"),
+            ("1: 5", "the names of options are words, and not 1"),
+            ("keep: {1: 2, ~: 3}", "keep: the names of options are words, and not 1, None"),
+            ("keep: " + "[" * 5000 + "]" * 5000, "nested too deeply"),
         ],
     )
     def test_what_makes_no_sense_is_named(self, tmp_path: Path, line: str, said: str) -> None:

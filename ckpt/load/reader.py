@@ -447,7 +447,7 @@ class CheckpointReader:
     def has_tensors(self, key: str) -> bool:
         """Whether a part has any tensors: an optimizer that has not stepped has none."""
         part = self._part(key)
-        return bool(part["spread"]["tensors"]) if "spread" in part else whole_file(key) in self._records
+        return bool(self._table(key).tensors) if "spread" in part else whole_file(key) in self._records
 
     def layouts(self, key: str) -> frozenset[Layout]:
         """The layouts in which a part's tensors were sharded; none if it was saved whole."""

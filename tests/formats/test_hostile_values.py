@@ -324,6 +324,14 @@ class TestDocuments:
                     parts_in(document, "parts", "state.json")
 
 
+def test_a_table_of_shards_without_anything_is_damage_for_a_conversion_too(tmp_path: Path) -> None:
+    with ckpt.StateManager(tmp_path / "run", model=nn.Linear(2, 2)) as manager:
+        manager.save_state("a")
+    alter_json(tmp_path / "run" / "a" / "state.json", lambda data: data["parts"]["model"].update(spread={}))
+    with pytest.raises(DamagedError, match="no table that ckpt writes"):
+        ckpt.convert(tmp_path / "run" / "a", tmp_path / "out", to="accelerate")
+
+
 @pytest.mark.parametrize("document", ["state.json", "rank-00000.json"])
 @pytest.mark.parametrize(
     "hostile", [{"$frozenset": MANY}, {"$items": [[[1], 2]]}, {"$bytes": 5}, {"$tensor": "absent"}], ids=str

@@ -1,0 +1,213 @@
+"""A web server that is dead, silent, endless or nosy: nothing waits or grows without end, and no secret goes on."""
+
+from __future__ import annotations
+
+import logging
+import socketserver
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+import pytest
+
+import ckpt
+from ckpt.errors import ConfigError, DamagedError, StorageError, TransientError
+from ckpt.shown import masked_url, shown
+from ckpt.storage import fsspec_stores, open_storage
+from ckpt.storage.base import read_document
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+Answer = Callable[[BaseHTTPRequestHandler], None]
+QUICK = {"deadline": 1.0, "stall": 1.0}
+
+
+@contextmanager
+def server(answer: Answer) -> Iterator[str]:
+    """A server that answers every request in this way; its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            try:
+                answer(self)
+            except OSError:  # the client has had enough
+                self.close_connection = True
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    class Server(socketserver.ThreadingTCPServer):
+        daemon_threads = allow_reuse_address = True
+
+    with Server(("127.0.0.1", 0), Handler) as running:
+        thread = threading.Thread(target=running.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{running.server_address[1]}"
+        finally:
+            running.shutdown()
+            thread.join()
+
+
+def sends(status: int, body: bytes = b"", **headers: str) -> Answer:
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        request.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            request.send_header(name.replace("_", "-"), value)
+        request.end_headers()
+        if request.command != "HEAD":
+            request.wfile.write(body)
+
+    return answer
+
+
+def hangs_up(request: BaseHTTPRequestHandler) -> None:
+    request.connection.close()
+    request.close_connection = True
+
+
+def is_silent(request: BaseHTTPRequestHandler) -> None:
+    time.sleep(5)
+    request.close_connection = True
+
+
+def has_no_end(request: BaseHTTPRequestHandler) -> None:
+    """A file of a length that is not said, which goes on for as long as somebody reads."""
+    request.send_response(200)
+    request.send_header("Connection", "close")
+    request.end_headers()
+    request.close_connection = True
+    while request.command != "HEAD":
+        request.wfile.write(b" " * 65536)
+
+
+def has_folders_without_end(request: BaseHTTPRequestHandler) -> None:
+    path = request.path.rstrip("/")
+    sends(200, f'<a href="{path}/f/">f/</a>'.encode(), Content_Type="text/html")(request)
+
+
+class TestAServerThatIsNotThere:
+    @pytest.mark.parametrize("answer", [sends(503), sends(500), sends(429), hangs_up, is_silent])
+    def test_is_no_empty_root(self, answer: Answer) -> None:
+        with server(answer) as url, pytest.raises(TransientError):
+            ckpt.list_checkpoints(f"{url}/run", storage_options=QUICK)
+
+    def test_is_not_waited_for_as_long_as_one_that_has_answered_before(self) -> None:
+        began = time.monotonic()
+        with server(is_silent) as url, pytest.raises(TransientError):
+            open_storage(f"{url}/run", deadline=300.0, stall=1.0).read("x")
+        assert time.monotonic() - began < 60
+
+
+class TestAServerWithoutEnd:
+    def test_fills_no_disk_with_a_manifest(self) -> None:
+        with server(has_no_end) as url, pytest.raises(DamagedError, match="more than 1000 bytes"):
+            read_document(open_storage(url, **QUICK), "manifest.json", 1000)
+
+    def test_nor_with_a_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fsspec_stores, "_MOST_WITHOUT_LENGTH", 1 << 20)
+        with server(has_no_end) as url, pytest.raises(StorageError, match="has no end"):
+            open_storage(url, **QUICK).read("model.safetensors")
+
+    def test_is_listed_to_some_depth(self) -> None:
+        seen: list[str] = []
+
+        def answer(request: BaseHTTPRequestHandler) -> None:
+            seen.append(request.path)
+            has_folders_without_end(request)
+
+        with server(answer) as url:
+            assert list(open_storage(f"{url}/run", deadline=20.0, stall=5.0).list()) == []
+        assert max(path.count("/f") for path in seen) < 50
+
+
+class TestSecrets:
+    def test_headers_of_the_user_do_not_follow_to_another_origin(self) -> None:
+        seen: list[dict[str, str]] = []
+
+        def takes(request: BaseHTTPRequestHandler) -> None:
+            seen.append({name.lower(): value for name, value in request.headers.items()})
+            sends(200, b"x", Accept_Ranges="bytes")(request)
+
+        with server(takes) as other:
+            redirects = sends(302, Location=f"{other}/elsewhere")
+            with server(redirects) as url:
+                storage = open_storage(
+                    url, **QUICK, headers={"PRIVATE-TOKEN": "secret-1", "X-Api-Key": "secret-2"},
+                    client_kwargs={"headers": {"X-Other": "secret-3"}},
+                )  # fmt: skip
+                assert storage.read("x") == b"x"
+        assert seen
+        assert "secret" not in str(seen)
+
+    def test_they_do_within_one(self) -> None:
+        def answer(request: BaseHTTPRequestHandler) -> None:
+            moved = request.path == "/x"
+            found = 302 if moved else 200 if request.headers["PRIVATE-TOKEN"] == "secret" else 403
+            sends(found, b"x", **({"Location": "/moved"} if moved else {}))(request)
+
+        with server(answer) as url:
+            assert open_storage(url, **QUICK, headers={"PRIVATE-TOKEN": "secret"}).read("x") == b"x"
+
+    @pytest.mark.parametrize("status", [200, 400, 403, 404, 418, 500])
+    def test_a_server_that_repeats_them_gets_them_into_nothing(
+        self, status: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        planted = {"X-Api-Key": "planted-one", "PRIVATE-TOKEN": "planted-two", "Cookie": "planted-three=planted-four"}
+
+        def answer(request: BaseHTTPRequestHandler) -> None:
+            told = " ".join(f"{value}" for value in request.headers.values())
+            request.send_response(status, told)
+            request.send_header("X-Told", told)
+            request.send_header("Content-Length", str(len(told)))
+            request.end_headers()
+            if request.command != "HEAD":
+                request.wfile.write(told.encode())
+
+        caplog.set_level(logging.DEBUG, "ckpt")
+        with server(answer) as url:
+            storage = open_storage(f"{url}/run", **QUICK, headers=planted, auth=("me", "planted-five"))
+            for ask in (lambda: list(storage.list()), lambda: storage.read("x"), lambda: storage.version("x")):
+                try:
+                    ask()
+                except ckpt.CkptError:
+                    logging.getLogger("ckpt").debug("failed", exc_info=True)
+                    assert "planted" not in traceback.format_exc()
+        assert "planted" not in caplog.text
+        assert "cGxhbnRlZC1maXZl" not in caplog.text
+
+    @pytest.mark.parametrize(
+        "url",
+        [
+            "https://host/run?key=planted", "https://host/run?auth=planted", "https://host/run?jwt=planted",
+            "https://host/run?X-Api-Key=planted", "https://host/run?a=1&api_key=planted", "https://host/run?apikey=planted",
+            "https://host/glpat-plantedplantedplanted1/run", "https://host/hf_plantedplantedplanted/run",
+        ],
+    )  # fmt: skip
+    def test_they_are_refused_in_a_url_and_not_shown(self, url: str) -> None:
+        with pytest.raises(ConfigError, match="has a password, a token or a signature in it") as caught:
+            open_storage(url)
+        assert "planted" not in str(caught.value)
+        assert "planted" not in shown(f"see {url} there")
+
+    @pytest.mark.parametrize(
+        "url", ["https://host/run?version=3", "https://host/keys/monkey?page=key", "s3://bucket/key=1"]
+    )
+    def test_what_is_none_is_kept(self, url: str) -> None:
+        assert masked_url(url) == url
+
+    def test_a_name_and_a_password_are_taken_as_a_pair(self) -> None:
+        def answer(request: BaseHTTPRequestHandler) -> None:
+            sends(200 if request.headers["Authorization"] == "Basic dTpw" else 401, b"x")(request)
+
+        with server(answer) as url:
+            assert open_storage(url, **QUICK, auth=("u", "p")).read("x") == b"x"
+            with pytest.raises(ConfigError, match="auth= must be a user name and a password"):
+                open_storage(url, auth="u:p")
