@@ -134,11 +134,11 @@ class PortableState:
 class _LazyDecoder(Decoder):
     """Leaves tensors where they are; those of special kinds, and arrays of NumPy, are read."""
 
-    def _numpy(self, tag: str, inner: Mapping[str, Any]) -> Any:
-        return self._reading()._numpy(tag, inner)
+    def _numpy(self, tag: str, inner: Mapping[str, Any], depth: int) -> Any:
+        return self._reading()._numpy(tag, inner, depth)
 
-    def _packed(self, inner: Mapping[str, Any]) -> Any:
-        return self._reading()._packed(inner)
+    def _packed(self, inner: Mapping[str, Any], depth: int) -> Any:
+        return self._reading()._packed(inner, depth)
 
     def _reading(self) -> Decoder:
         return Decoder(lambda name: _read(self.tensor(name)), self.where)

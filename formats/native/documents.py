@@ -247,6 +247,7 @@ _NAME = re.compile("[^\\[\\]'\"\\s\ud800-\udfff]+")
 _RESERVED = METADATA  # no tensor of a safetensors file may have this name
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _TOO_DEEP = 100  # levels; with more, reading the JSON back could end in a RecursionError
+_DEEPEST_JSON = 6 * _TOO_DEEP  # a level of values is up to five of JSON
 _SCALARS = frozenset((int, float, str, bool, type(None)))
 
 
@@ -417,39 +418,41 @@ class Decoder:
 
     def decode(self, data: Any) -> Any:
         with damage_reported(self.where, "state that ckpt writes"):
-            return self._decode(data)  # of what is nested too deep, a RecursionError is reported
+            return self._decode(data, 0)
 
-    def _decode(self, data: Any) -> Any:
+    def _decode(self, data: Any, depth: int) -> Any:
+        if depth > _DEEPEST_JSON:
+            raise ValueError("it is nested too deep")
         if isinstance(data, list):
-            return [item if type(item) in _SCALARS else self._decode(item) for item in data]
+            return [item if type(item) in _SCALARS else self._decode(item, depth + 1) for item in data]
         if not isinstance(data, dict):
             return data
         if len(data) == 1:
             ((tag, inner),) = data.items()
             if tag.startswith("$"):
-                return self._tagged(tag, inner)
-        return {key: self._decode(value) for key, value in data.items()}
+                return self._tagged(tag, inner, depth + 1)
+        return {key: self._decode(value, depth + 1) for key, value in data.items()}
 
-    def _tagged(self, tag: str, inner: Any) -> Any:
+    def _tagged(self, tag: str, inner: Any, depth: int) -> Any:
         if tag == "$tensor":
             return self.tensor(inner)
         if tag == "$strided":
             return self._with_strides(*inner)
         if tag == "$unsharded":
-            return self.unsharded(self._decode(inner))
+            return self.unsharded(self._decode(inner, depth))
         if tag == "$items":
-            found = {self._decode(key): self._decode(value) for key, value in inner}
+            found = {self._decode(key, depth): self._decode(value, depth) for key, value in inner}
             if len(found) != len(inner):
                 raise ValueError("a key is there twice")
             return found
         if tag in ("$numpy", "$ndarray"):
-            return self._numpy(tag, inner)
+            return self._numpy(tag, inner, depth)
         if tag == "$packed":
-            return self._packed(inner)
+            return self._packed(inner, depth)
         if tag not in BY_TAG:
             raise DamagedError(f"the state holds a value of an unknown kind, {tag!r}. Was it written by a newer ckpt?")
         kind, back = BY_TAG[tag]
-        return back(of_type(kind, self._decode(inner)))
+        return back(of_type(kind, self._decode(inner, depth)))
 
     def _with_strides(self, name: str, strides: list[int]) -> Any:
         """A tensor whose elements are in another order in memory than in the file: products of it round as before."""
@@ -464,15 +467,15 @@ class Decoder:
             self._strided[key] = tensor, laid.copy_(tensor)
         return self._strided[key][1]
 
-    def _packed(self, inner: Mapping[str, Any]) -> Any:
+    def _packed(self, inner: Mapping[str, Any], depth: int) -> Any:
         check_known(inner["kind"])
-        tensors = of_type(dict, self._decode(inner["tensors"]))
+        tensors = of_type(dict, self._decode(inner["tensors"], depth))
         if not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):  # placeholders, before reading
             return tensors
-        return pack(inner["kind"], tensors, self._decode(inner["context"]))
+        return pack(inner["kind"], tensors, self._decode(inner["context"], depth))
 
-    def _numpy(self, tag: str, inner: Mapping[str, Any]) -> Any:
-        dtype = self._decode(inner["dtype"])
+    def _numpy(self, tag: str, inner: Mapping[str, Any], depth: int) -> Any:
+        dtype = self._decode(inner["dtype"], depth)
         if tag == "$numpy":
             return numpy_array(inner["shape"], dtype, from_base64(inner["bytes"]))[()]
         tensor = self.tensor(inner["tensor"])

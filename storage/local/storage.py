@@ -265,17 +265,27 @@ class LocalStorage:
                 if self._group.is_full:
                     self._finish(self._group)
                 return
-            with self._tree.held(key, make=True) as (folder, _):
-                try:
-                    make(folder, temporary)
-                    self._locks.confirm()
-                    self._name(folder, temporary, key, over)
-                finally:
-                    # left by an error or a KeyboardInterrupt, or where both are links to one file already; only a
-                    # killed process leaves it to `sweep`
-                    with suppress(OSError):
-                        os.unlink(temporary, dir_fd=folder)
-                self._sync_folder(folder, key)
+            while not self._made_in_place(key, temporary, make, over):
+                pass  # somebody removed the empty folder before there was a file in it
+
+    def _made_in_place(self, key: str, temporary: str, make: Callable[[int, str], None], over: str | None) -> bool:
+        """Whether the file was created; not if its folder was removed meanwhile."""
+        with self._tree.held(key, make=True) as (folder, _):
+            try:
+                make(folder, temporary)
+                self._locks.confirm()
+                self._name(folder, temporary, key, over)
+            except FileNotFoundError:
+                if os.fstat(folder).st_nlink:  # the folder is there
+                    raise
+                return False
+            finally:
+                # left by an error or a KeyboardInterrupt, or where both are links to one file already; only a
+                # killed process leaves it to `sweep`
+                with suppress(OSError):
+                    os.unlink(temporary, dir_fd=folder)
+            self._sync_folder(folder, key)
+            return True
 
     def _sync_folder(self, folder: int, *keys: str) -> None:
         try:

@@ -20,7 +20,7 @@ import pytest
 from ckpt.errors import ConfigError, ConflictError, FullError, LockedError, StorageError, TruncatedError
 from ckpt.root.catalog import LOCK
 from ckpt.storage import LocalStorage, Storage
-from ckpt.storage.local.files import TEMPORARY, WriteGroup
+from ckpt.storage.local.files import TEMPORARY, Tree, WriteGroup
 from tests.helpers.storage_contract import StorageContract, sizes
 
 NOBODY = 65534
@@ -116,6 +116,24 @@ class TestLocalStorage(StorageContract):
         assert sizes(storage) == {}
         with pytest.raises(StorageError, match=r"could not write .*Not a directory"):
             storage.write("object", [b"x"])
+
+    def test_a_folder_that_others_remove_before_there_is_a_file_in_it_is_made_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        storage, made, removals = LocalStorage(tmp_path), Tree.made, 2
+
+        def removed_at_once(tree: Tree, key: str) -> int:
+            nonlocal removals
+            folder = made(tree, key)
+            if removals:
+                removals -= 1
+                (tmp_path / key).rmdir()
+            return folder
+
+        monkeypatch.setattr(Tree, "made", removed_at_once)
+        storage.write("step/.saving", [b"marker"])
+        assert storage.read("step/.saving") == b"marker"
+        assert not removals
 
     def test_deleting_the_last_object_of_a_folder_removes_the_folder_but_not_the_root(self, tmp_path: Path) -> None:
         storage = LocalStorage(tmp_path / "root")
