@@ -40,7 +40,8 @@ _PRELOADED = """
     ckpt.manager ckpt.export ckpt.memory.tier ckpt.storage.clouds.s3 ckpt.integrations.accelerate
     tests.helpers.processes tests.helpers.training
 """
-_context.set_forkserver_preload(_PRELOADED.split())
+# some of it touches CUDA, which no forked process could use any more
+_context.set_forkserver_preload([] if torch.cuda.is_available() else _PRELOADED.split())
 
 
 def run_ranks(world_size: int, function: Callable[..., None], *args: Any, dies: bool = False) -> list[int]:
