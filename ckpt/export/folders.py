@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ckpt.errors import ConfigError, LockedError, StorageError
 from ckpt.formats.native.manifest import FILE_NAME
-from ckpt.storage import LocalStorage, disk_path
+from ckpt.storage import disk_path
 from ckpt.storage.local.files import TEMPORARY, sync_directory
 from ckpt.util.threads import OwnerProcess
 
@@ -120,10 +120,11 @@ def _new_sibling(final: Path) -> Iterator[Path]:
     os.mkdir(new)  # never what is there already
     with ExitStack() as held:
         held.callback(shutil.rmtree, new, ignore_errors=True)
-        try:
-            held.enter_context(LocalStorage(final.parent).lock(new.name))
-        except LockedError:
-            raise _written_by_another(final) from None
+        with suppress(OSError):  # without locks, nobody removes it either
+            descriptor = _try_lock(new)
+            if descriptor is None:
+                raise _written_by_another(final)
+            held.callback(os.close, descriptor)
         yield new
 
 

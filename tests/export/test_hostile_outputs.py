@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,6 @@ from torch import nn
 import ckpt
 from ckpt.errors import LockedError
 from ckpt.export.folders import atomic_folder, scratch_folder
-from ckpt.storage import LocalStorage
 
 TOKEN = "0" * 12
 PLANTED = [".out.ckpt-tmp", ".out.old.ckpt-tmp", f".out.{TOKEN}.ckpt-tmp", f".out.old.{TOKEN}.ckpt-tmp"]
@@ -112,8 +112,11 @@ def test_scratch_folders_of_others_are_not_removed(
     (tmp_path / "ckpt-push-link").symlink_to(victim)
     (tmp_path / "ckpt-push-left").mkdir()
     (tmp_path / "ckpt-push-held").mkdir()
-    with LocalStorage(tmp_path).lock("ckpt-push-held"), scratch_folder():
+    held = os.open(tmp_path / "ckpt-push-held", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with scratch_folder():
         pass
+    os.close(held)
     assert {path.name for path in tmp_path.iterdir()} == {"victim", "ckpt-push-link", "ckpt-push-held"}
     assert (victim / "below" / "file").read_bytes() == b"mine"
 

@@ -82,7 +82,12 @@ class Watch:
         if isinstance(path, str | bytes):
             writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR)
             no_follow = isinstance(flags, int) and bool(flags & os.O_NOFOLLOW)
+            if isinstance(flags, int) and flags & os.O_DIRECTORY and self._is_above(path):
+                return  # what it was given is opened by its name there
             self._check("open to write" if writes else "open", path, follow=not no_follow)
+
+    def _is_above(self, path: str | bytes) -> bool:
+        return any(allowed.startswith(f"{os.path.realpath(os.fsdecode(path))}/") for allowed in self._allowed)
 
     def _check(self, event: str, path: Any, *, follow: bool) -> None:
         if not isinstance(path, str | bytes | os.PathLike):

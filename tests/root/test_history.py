@@ -18,7 +18,8 @@ from ckpt.export.push import _training
 from ckpt.formats.native.manifest import digest
 from ckpt.root import catalog as histories
 from ckpt.root.catalog import HISTORY, History
-from ckpt.storage import open_storage
+from ckpt.storage import Storage, open_storage
+from ckpt.storage.base import read_document
 from ckpt.tools.prune import prune
 
 
@@ -189,8 +190,10 @@ def test_one_that_cannot_be_read_now_is_not_written_over(
     before = (tmp_path / HISTORY).read_bytes()
     with monkeypatch.context() as patch:
 
-        def away(*_: object) -> bytes:
-            raise ckpt.TransientError("it is away.")
+        def away(storage: Storage, key: str, *limits: int) -> bytes:
+            if key == HISTORY:
+                raise ckpt.TransientError("it is away.")
+            return read_document(storage, key, *limits)
 
         patch.setattr(histories, "read_document", away)
         save(tmp_path, 4, 6, keep=ckpt.Keep(last=1))
