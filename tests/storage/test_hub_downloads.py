@@ -72,8 +72,8 @@ def test_a_large_model_is_downloaded_verified_and_taken_from_the_cache(
         model = nn.Embedding(ROWS, COLUMNS)
     ckpt.load_model(f"hub://{REPO}", model := model.to_empty(device="cpu"))
     assert torch.equal(model.weight.view(torch.int32), weight.view(torch.int32))
-    fetched = any("xet-read-token" in sent.path for sent in hub.requests[before:])
-    assert fetched == (xet and not cached)
+    asked = any("xet-read-token" in sent.path for sent in hub.requests[before:])  # hf_xet keeps one for a while
+    assert not asked or (xet and not cached)
     large = [sent for sent in hub.requests[before:] if sent.method == "GET" and "resolve" in sent.path]
     assert len(large) == (0 if cached else 1 if xet else 2)
     if cached and xet:
