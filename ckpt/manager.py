@@ -353,7 +353,8 @@ class StateManager:
         Two runs with the same fingerprints at a step have been the same up to it, bit for bit: log them, or compare
         them in a test of your training loop. `"rng"` is the random number generators of this rank, `"data"` its
         position in the data. Tensors are hashed where they are, on a GPU in milliseconds. Of sharded parts it is the
-        shards of this rank, so compare the same rank of as many ranks. No rank waits for another.
+        shards of this rank, so compare the same rank of as many ranks. Call it on every rank: some ways of sharding
+        need all of them to describe their state.
         """
         return self._session.fingerprint()
 

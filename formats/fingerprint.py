@@ -11,8 +11,8 @@ crosses the bus are 16 bytes per chunk. XXH3 finds accidents, not attacks: signa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,10 +20,12 @@ import torch
 import xxhash
 
 from ckpt.formats.tensors import as_bytes, host_bytes, is_dense, movable, on_host
+from ckpt.util.threads import in_parallel
 
+_log = logging.getLogger("ckpt")
 Key = TypeVar("Key")
 
-CHUNK = 128 << 10  # bytes: enough for xxhash to let other threads run
+CHUNK = 128 << 10  # bytes
 BLOCK = 1 << 10  # bytes, after which XXH3 scrambles its lanes
 LANES = 8  # 64-bit numbers
 STRIPES = BLOCK // (8 * LANES)
@@ -74,11 +76,13 @@ def fingerprints(tensors: Mapping[Key, torch.Tensor]) -> Callable[[], dict[Key, 
 
 def _on_host(tensors: Mapping[Key, torch.Tensor]) -> dict[Key, str]:
     """Large tensors are hashed in several threads: training may wait for it."""
-    views = [host_bytes(on_host(tensor)) for tensor in tensors.values()]
-    if sum(map(len, views)) < _WORTH_THREADS:
-        return dict(zip(tensors, map(fingerprint, views), strict=True))
-    with ThreadPoolExecutor(max(1, torch.get_num_threads()), thread_name_prefix="ckpt-fingerprint") as pool:
-        return dict(zip(tensors, pool.map(fingerprint, views), strict=True))
+    threads = torch.get_num_threads() if sum(tensor.nbytes for tensor in tensors.values()) > _WORTH_THREADS else 1
+    return dict(zip(tensors, in_parallel(_of_copy, [*tensors.values()], threads, "ckpt-fingerprint"), strict=True))
+
+
+def _of_copy(tensor: torch.Tensor) -> str:
+    """That of a tensor anywhere, whose bytes are brought to the host if they are not there."""
+    return fingerprint(host_bytes(on_host(tensor)))
 
 
 def _chunk_hashes(data: memoryview) -> Iterator[bytes]:
@@ -118,9 +122,15 @@ class Chunks(NamedTuple):
 
 
 def _enqueued(device: torch.device, tensors: Mapping[Key, torch.Tensor]) -> Callable[[], dict[Key, str]]:
-    flat = [_aligned_bytes(tensor) for tensor in tensors.values()]
-    sizes = list(map(len, flat))
-    hashes = device_hashes(flat, Chunks.of(sizes)) if any(sizes) else torch.empty(0, 2, dtype=torch.int64)
+    """Enqueue the work. A device that has no memory for it brings the tensors to the host, one after the other."""
+    try:
+        flat = [_aligned_bytes(tensor) for tensor in tensors.values()]
+        sizes = list(map(len, flat))
+        hashes = device_hashes(flat, Chunks.of(sizes)) if any(sizes) else torch.empty(0, 2, dtype=torch.int64)
+    except torch.OutOfMemoryError:
+        flat = []
+        found_on_host = {name: _of_copy(tensor) for name, tensor in tensors.items()}
+        return lambda: found_on_host
     module: Any = torch.get_device_module(device)
     event = module.current_stream(device).record_event() if hasattr(module, "current_stream") else None
 
@@ -160,7 +170,8 @@ def _has_kernel() -> bool:
         sample = [torch.arange(300_001, device="cuda").to(torch.uint8)]
         chunks = Chunks.of([len(sample[0])])
         return torch.equal(_lanes_by_kernel(sample, chunks), _lanes(sample, chunks))
-    except Exception:  # whatever the compiler raises
+    except Exception as error:  # whatever the compiler raises
+        _log.info("fingerprints are computed without Triton, which takes a device longer: %s", error)
         return False
 
 

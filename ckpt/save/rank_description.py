@@ -14,7 +14,6 @@ from typing import Any
 from ckpt.formats.layout import Layout, among
 from ckpt.formats.native import documents, tensor_file
 from ckpt.formats.native.manifest import digest
-from ckpt.formats.native.manifest import digest as digest_of
 from ckpt.formats.native.shard_table import ShardedState
 from ckpt.formats.sharded_tensors import is_sharded, own_layout
 from ckpt.formats.tensors import PartState
@@ -150,7 +149,7 @@ class SplitDetails:
     def of(cls, details: Mapping[str, Any]) -> SplitDetails:
         parts = details["parts"]
         frame = {**details, "parts": {key: _without_checksums(part) for key, part in parts.items()}}
-        return cls(frame, {key: _checksums(part) for key, part in parts.items()}, digest_of(documents.to_json(frame)))
+        return cls(frame, {key: _checksums(part) for key, part in parts.items()}, _digest(frame))
 
     def answer(self, *, speaks: bool, attended: bool) -> dict[str, Any]:
         """What the main rank is sent: the description only by the first rank that has it."""

@@ -41,12 +41,17 @@ from ckpt.util.option_values import is_path, said
 _CACHESTAT = 451  # the same on every architecture; since Linux 6.5
 _REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM}
 _WORTH_IT = 256 << 10  # bytes
+_TRIES = 100  # to make a file in a folder that others remove while it is empty
 _BOUNCE = 4 << 20
 _BYTES_AT_ONCE = 1 << 30
 _BUFFERS_AT_ONCE = 1024  # IOV_MAX, as every system has it
 
 _own = threading.local()
 _libc = ctypes.CDLL(None)
+
+
+class _FolderGoneError(FileNotFoundError):
+    """Somebody removed the folder, which was empty, before there was a file in it."""
 
 
 class _Range(ctypes.Structure):
@@ -265,11 +270,16 @@ class LocalStorage:
                 if self._group.is_full:
                     self._finish(self._group)
                 return
-            while not self._made_in_place(key, temporary, make, over):
-                pass  # somebody removed the empty folder before there was a file in it
+            for tries_left in reversed(range(_TRIES)):
+                try:
+                    self._make_in_place(key, temporary, make, over)
+                    return
+                except _FolderGoneError:
+                    if not tries_left:
+                        raise
 
-    def _made_in_place(self, key: str, temporary: str, make: Callable[[int, str], None], over: str | None) -> bool:
-        """Whether the file was created; not if its folder was removed meanwhile."""
+    def _make_in_place(self, key: str, temporary: str, make: Callable[[int, str], None], over: str | None) -> None:
+        """Create the file in its folder, which is made where it is missing."""
         with self._tree.held(key, make=True) as (folder, _):
             try:
                 make(folder, temporary)
@@ -278,14 +288,13 @@ class LocalStorage:
             except FileNotFoundError:
                 if os.fstat(folder).st_nlink:  # the folder is there
                     raise
-                return False
+                raise _FolderGoneError(errno.ENOENT, "its folder is removed again and again", key) from None
             finally:
                 # left by an error or a KeyboardInterrupt, or where both are links to one file already; only a
                 # killed process leaves it to `sweep`
                 with suppress(OSError):
                     os.unlink(temporary, dir_fd=folder)
             self._sync_folder(folder, key)
-            return True
 
     def _sync_folder(self, folder: int, *keys: str) -> None:
         try:

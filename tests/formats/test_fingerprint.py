@@ -96,6 +96,16 @@ def test_a_fingerprint_is_of_the_moment_when_it_was_asked_for() -> None:
     assert read()["x"] == fingerprint(host_bytes(torch.ones(10)))
 
 
+def test_a_device_without_memory_for_it_brings_the_tensors_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("the device is full")
+
+    tensors = {size: _bytes(size) for size in SIZES}
+    expected = fingerprints(tensors)()
+    monkeypatch.setattr(module, "device_hashes", full)
+    assert module._enqueued(torch.device("cuda"), tensors)() == expected
+
+
 @on_a_gpu
 def test_the_kernel_computes_the_same_as_xxhash() -> None:
     assert module._has_kernel(), "Triton comes with PyTorch's builds for CUDA"

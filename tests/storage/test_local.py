@@ -4,6 +4,7 @@ import errno
 import fcntl
 import gc
 import json
+import math
 import os
 import signal
 import stat
@@ -120,7 +121,7 @@ class TestLocalStorage(StorageContract):
     def test_a_folder_that_others_remove_before_there_is_a_file_in_it_is_made_again(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        storage, made, removals = LocalStorage(tmp_path), Tree.made, 2
+        storage, made, removals = LocalStorage(tmp_path), Tree.made, 2.0
 
         def removed_at_once(tree: Tree, key: str) -> int:
             nonlocal removals
@@ -134,6 +135,9 @@ class TestLocalStorage(StorageContract):
         storage.write("step/.saving", [b"marker"])
         assert storage.read("step/.saving") == b"marker"
         assert not removals
+        removals = math.inf
+        with pytest.raises(StorageError, match="its folder is removed again and again"):
+            storage.write("other/.saving", [b"marker"])
 
     def test_deleting_the_last_object_of_a_folder_removes_the_folder_but_not_the_root(self, tmp_path: Path) -> None:
         storage = LocalStorage(tmp_path / "root")
