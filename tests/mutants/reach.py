@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,8 @@ class Reach:
         self.tests[function].add(test)
 
     def tests_of(self, mutant: Mutant) -> list[str]:
-        """The tests that call the function of a mutant: in turn one that does little else, and one that does much.
+        """The tests that call the function of a mutant: two quick ones of its package, one that does little else,
+        one that does much, and so on.
 
         What stands in a class or in a module is run by those that call its functions.
         """
@@ -116,19 +118,19 @@ class Reach:
             prefix = f"{mutant.file}::{name}." if name else f"{mutant.file}::"
             found = {test for function, tests in self.tests.items() if function.startswith(prefix) for test in tests}
         if not found:  # no process that was traced calls it: the tests that lie where it lies
-            folder = f"tests/{mutant.file.removeprefix('ckpt/').partition('/')[0]}/"
-            found = {test for test in self.seconds if test.startswith(folder)}
-        narrow = self._in_turn(found, 1)
-        wide = self._in_turn(found, -1)
-        return list(dict.fromkeys(test for pair in zip(narrow, wide, strict=True) for test in pair))
+            found = {test for test in self.seconds if test.startswith(_folder(mutant))}
+        near = [test for test in self._in_turn(found, 1, slow=0.5) if test.startswith(_folder(mutant))]
+        narrow, wide = self._in_turn(found, 1), self._in_turn(found, -1)
+        turns = zip_longest(near[::2], near[1::2], narrow, wide)
+        return list(dict.fromkeys(test for turn in turns for test in turn if test is not None))
 
-    def _in_turn(self, tests: Iterable[str], sign: int) -> list[str]:
+    def _in_turn(self, tests: Iterable[str], sign: int, slow: float = 4) -> list[str]:
         """One of every module, the narrowest (or widest) first, then another one of each; those that take long last."""
         modules: dict[str, list[tuple[bool, int, str]]] = defaultdict(list)
         for test in tests:
-            modules[test.partition("::")[0]].append((self.seconds[test] > 4, sign * len(self.called[test]), test))
+            modules[test.partition("::")[0]].append((self.seconds[test] > slow, sign * len(self.called[test]), test))
         turns = [
-            (slow, turn, width, test) for of in modules.values() for turn, (slow, width, test) in enumerate(sorted(of))
+            (late, turn, width, test) for of in modules.values() for turn, (late, width, test) in enumerate(sorted(of))
         ]
         return [test for _, _, _, test in sorted(turns)]
 
@@ -139,6 +141,11 @@ class Reach:
             total += self.seconds[tests[count]] + 0.05
             count += 1
         return list(tests[:count]), list(tests[count:])
+
+
+def _folder(mutant: Mutant) -> str:
+    """Where the tests of a mutant's package lie."""
+    return f"tests/{mutant.file.removeprefix('ckpt/').partition('/')[0]}/"
 
 
 def _lines(files: Iterable[Path]) -> Iterator[tuple[str, str]]:

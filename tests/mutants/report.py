@@ -90,7 +90,7 @@ def markdown(verdicts: Sequence[Verdict], command: str, machine: str) -> str:
         "# Mutants",
         "",
         "Small bugs, drawn from the syntax tree of the library by a seed, each planted alone in a copy. The tests that",
-        "call the function are run against it, those that do little else first, up to 50 seconds of them. Nobody",
+        "call the function are run against it, those of its package first, up to 50 seconds of them. Nobody",
         "chooses a bug, and no bug names a test. The operators are in `tests/mutants/operators.py`.",
         "",
         f"`{command}` on {machine}:",
