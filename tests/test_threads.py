@@ -1,13 +1,15 @@
-"""Calls in several threads at a time."""
+"""Calls in threads, one or several at a time."""
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
+import weakref
 
 import pytest
 
-from ckpt.util.threads import in_parallel, usable_cores
+from ckpt.util.threads import Worker, in_parallel, usable_cores
 
 
 def test_results_are_in_the_order_of_the_items_and_calls_run_side_by_side() -> None:
@@ -47,3 +49,47 @@ def test_cores_are_those_that_this_process_may_run_on() -> None:
     finally:
         os.sched_setaffinity(0, allowed)
     assert usable_cores() == len(allowed)
+
+
+def test_the_error_of_a_call_is_raised_once_and_the_next_call_runs() -> None:
+    worker = Worker("failing").start(lambda: [][0])
+    with pytest.raises(IndexError):
+        worker.start(list)
+    assert worker.wait() is None
+    worker.start(lambda: {1: 1}[0])
+    worker.close()
+    with pytest.raises(KeyError):
+        worker.check()
+    assert worker.start(lambda: "result").wait() == "result"
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_thread_ends_with_its_call_unless_it_is_kept_until_the_worker_is_closed(kept: bool) -> None:
+    worker = Worker("calls", kept=kept)
+    first, second = (worker.start(threading.current_thread).wait() for _ in range(2))
+    assert (first is second) == kept == second.is_alive()
+    worker.close()
+    assert not second.is_alive()
+
+
+def test_what_a_kept_thread_has_called_is_freed_before_the_next_call() -> None:
+    freed = threading.Event()
+    worker, held = Worker("calls", kept=True), {0}
+    weakref.finalize(held, freed.set)
+    worker.start(held.copy)
+    del held
+    try:
+        assert freed.wait(30.0)
+    finally:
+        worker.close()
+
+
+def test_a_call_begins_when_its_caller_has_gone_on() -> None:
+    interval, gone_on = sys.getswitchinterval(), False
+    sys.setswitchinterval(30.0)  # a thread that has the interpreter's lock keeps it, unless it waits
+    try:
+        worker = Worker("calls").start(lambda: gone_on)
+        gone_on = True
+        assert worker.wait()
+    finally:
+        sys.setswitchinterval(interval)

@@ -49,7 +49,7 @@ from ckpt.storage.hub.repo import (
     pieces_of,
 )
 from ckpt.util.console import say
-from ckpt.util.threads import SerialWorker
+from ckpt.util.threads import Worker
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
@@ -350,7 +350,7 @@ class Pusher:
     """Publishes live models, one at a time; with `wait=False` on a background thread of the main rank."""
 
     ranks: Ranks
-    _background: SerialWorker = field(default_factory=lambda: SerialWorker("ckpt-push"))
+    _background: Worker = field(default_factory=lambda: Worker("ckpt-push"))
 
     def push(
         self,

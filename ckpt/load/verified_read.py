@@ -26,7 +26,7 @@ from ckpt.errors import DamagedError
 from ckpt.formats.tensors import Transfer, as_bytes, host_bytes
 from ckpt.root.verify import VerifiedFile, altered_blocks, reader_threads
 from ckpt.util.aligned_memory import allocate_pages
-from ckpt.util.threads import ThreadCall
+from ckpt.util.threads import Worker
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 
@@ -382,16 +382,16 @@ def _in_threads(count: int, work: Callable[[], None], stop: threading.Event) -> 
     if count < 2:
         work()
         return
-    readers = [ThreadCall(work, "ckpt-read") for _ in range(count)]
+    readers = [Worker("ckpt-read").start(work) for _ in range(count)]
     try:
         for reader in readers:
-            reader.result()
+            reader.wait()
     except BaseException:  # Ctrl-C above all
         stop.set()
         raise
     finally:
         for reader in readers:
-            reader.has_failed()  # waits: they write into tensors
+            reader.close()  # waits: they write into tensors
 
 
 def _refuse_damaged(where: str, damage: Iterable[str]) -> None:

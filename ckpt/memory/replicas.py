@@ -31,7 +31,7 @@ from ckpt.root.catalog import find, rank_of
 from ckpt.root.mirror import Throttle
 from ckpt.storage import Storage
 from ckpt.util.option_values import parse_size
-from ckpt.util.threads import ThreadCall
+from ckpt.util.threads import Worker
 
 SLOT = "slots"  # where a host has it: among its own snapshots, or among those of another (`REPLICA`)
 
@@ -268,15 +268,15 @@ class Replicas:
             return
         at = self._owners.index(self.ranks.rank)
         following, previous = self._owners[(at + 1) % len(self._owners)], self._owners[at - 1]
-        sending = ThreadCall(lambda: link.send(slot_storage(place), name, following), "ckpt-replica")
+        sending = Worker("ckpt-replica").start(lambda: link.send(slot_storage(place), name, following))
         try:
             self._take(link, place, previous)
-            sending.result()
+            sending.wait()
         except (CkptError, OSError) as error:
             self._turn_off(str(error))
             link.closing = True
         finally:
-            sending.has_failed()  # waits
+            sending.close()  # waits
 
     def _take(self, link: HostLink, place: MemoryPlace, previous: int) -> None:
         storage = replica_storage(place)

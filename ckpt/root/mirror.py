@@ -30,7 +30,7 @@ from ckpt.root.write_link_commit import Attempt
 from ckpt.storage import Staging, Storage
 from ckpt.storage.base import Interruptible, LostError
 from ckpt.util.console import PROGRESS_MIN_BYTES, format_size, progress_bar, say
-from ckpt.util.threads import OwnerProcess, SerialWorker, ThreadCall
+from ckpt.util.threads import OwnerProcess, Worker
 
 AT_START, AT_END = 5.0, 30.0  # seconds
 AFTER_SIGTERM = 5.0  # seconds at most: whoever sent it will not wait for long
@@ -72,13 +72,13 @@ class MirrorPatience:
         if mirror.is_local:
             return call()
         seconds, began = self.left_at_start, time.monotonic()
-        running = ThreadCall(call, "ckpt-mirror-start", daemon=True)
+        running = Worker("ckpt-mirror-start", daemon=True).start(call)
         wait = QuietWait(lambda: progress_of(mirror), seconds)
         try:
             if not wait.ended(running):
                 end_now(mirror, running)
                 raise TransientError(f"{mirror.url} has not answered for {seconds:g} s.")
-            result: T = running.result()
+            result: T = running.wait()
         except StorageError:
             self._spent += time.monotonic() - began
             raise
@@ -400,7 +400,7 @@ class MirrorWorker:
     _guard: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self._background = SerialWorker("ckpt-mirror", daemon=True)
+        self._background = Worker("ckpt-mirror", daemon=True)
         self._owner = OwnerProcess()
         _all.add(self)
 
@@ -499,7 +499,7 @@ class MirrorWorker:
             with self._guard:
                 self._left_alone = self._working and not stopped
         if not self._left_alone:
-            releasing = ThreadCall(self.copies.close, "ckpt-mirror-end", daemon=True)
+            releasing = Worker("ckpt-mirror-end", daemon=True).start(self.copies.close)
             if not wait.ended(releasing):
                 end_now(self.copies.target, releasing)  # a lease that is not removed now expires
         return ended

@@ -30,7 +30,7 @@ from ckpt.root.deletion import remove_uncommitted
 from ckpt.root.verify import VerifiedFile
 from ckpt.storage import Buffer, Grouping, StablePieces, Staging, Storage
 from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar
-from ckpt.util.threads import CORES_OF_RANK, ThreadCall
+from ckpt.util.threads import CORES_OF_RANK, Worker
 
 if TYPE_CHECKING:
     from ckpt.formats.tensors import FilePlan
@@ -111,13 +111,13 @@ class _InThreads:
     def __init__(self, plan: FilePlan, new: Callable[[], Hash], threads: int) -> None:
         threads = min(threads, -(-plan.size // BLOCK_SIZE))
         work = [partial(_of_every, plan, number, threads, new) for number in range(threads)]
-        self._calls = [ThreadCall(call, "ckpt-hash") for call in work]
+        self._calls = [Worker("ckpt-hash").start(call) for call in work]
 
     def result(self) -> tuple[str, ...]:
         """Waits for all of them, also where one has failed: they read memory that is used again."""
         for call in self._calls:
-            call.has_failed()
-        found = {index: block for call in self._calls for index, block in call.result().items()}
+            call.close()
+        found = {index: block for call in self._calls for index, block in call.wait().items()}
         return tuple(found[index] for index in sorted(found))
 
 
@@ -327,11 +327,11 @@ class Attempt:
             receipt = self._put(storage, path, pieces)
             record = hashed(plan, path, advance, sha256=self.sha256)
         else:
-            hashing = ThreadCall(lambda: hashed(plan, path, advance, sha256=self.sha256), "ckpt-hash")
+            hashing = Worker("ckpt-hash").start(lambda: hashed(plan, path, advance, sha256=self.sha256))
             try:
                 receipt = self._put(storage, path, pieces)
             finally:
-                record = hashing.result()
+                record = hashing.wait()
         return WrittenFile(record, receipt)
 
     def _write_stream(

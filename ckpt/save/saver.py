@@ -22,7 +22,7 @@ from ckpt.save.root_writer import RootWriter
 from ckpt.save.snapshot.snapshots import Snapshot, Snapshots
 from ckpt.save.transaction import SaveRequest, SaveTransaction
 from ckpt.storage import Staging
-from ckpt.util.threads import OwnerProcess, SerialWorker, gc_paused
+from ckpt.util.threads import OwnerProcess, Worker, gc_paused
 
 _log = logging.getLogger("ckpt")
 _PAUSE = 0.01  # seconds
@@ -119,7 +119,7 @@ class SaveQueue:
     """Runs saves one after the other in the save thread. `wait` or `check` raises the error of one that failed."""
 
     def __init__(self) -> None:
-        self._worker = SerialWorker("ckpt-save", caller_first=True)
+        self._worker = Worker("ckpt-save")
         self._turn = threading.Condition()
         self._is_running = False
         self._waiting: QueuedSave | None = None

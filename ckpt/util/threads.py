@@ -13,7 +13,7 @@ import platform
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
@@ -126,162 +126,103 @@ def in_parallel(call: Callable[[Item], Returned], items: Sequence[Item], threads
             waiting.clear()
             raise
 
-    workers = [ThreadCall(work, name, daemon=True) for _ in range(min(threads, len(items)))]
+    workers = [Worker(name, daemon=True).start(work) for _ in range(min(threads, len(items)))]
     try:
-        failed = [worker for worker in workers if worker.has_failed()]
+        for worker in workers:
+            worker.close()
     except BaseException:  # an interrupt
         waiting.clear()
         raise
-    for worker in failed:
-        worker.result()
+    for worker in workers:
+        worker.wait()
     return [results[number] for number in range(len(items))]
 
 
-class ThreadCall:
-    """A call in a thread of its own, started at once.
+class Worker:
+    """Runs calls in a thread, one at a time. The next `start`, `wait` or `check` raises an error of the last, once.
 
-    Unless it is a `daemon`, a program that ends waits for the thread. It does not belong to an executor: those refuse
-    work while the interpreter shuts down.
-
-    With `caller_first` the call begins only when the caller has the interpreter's lock again. Otherwise the new thread
-    may keep the lock as long as it computes, up to 5 ms, while the caller waits.
+    A thread begins with a call and ends after it, unless it is `kept` for the next one until `close`: to start a thread
+    for every block of a file takes the interpreter's lock from training too often. Unless it is a `daemon`, a program
+    that ends waits for it. It belongs to no executor: those refuse work while the interpreter shuts down.
     """
 
-    def __init__(self, call: Callable[[], Any], name: str, *, caller_first: bool = False, daemon: bool = False) -> None:
+    def __init__(self, name: str, *, daemon: bool = False, kept: bool = False) -> None:
+        self._name, self._daemon, self._kept = name, daemon, kept
+        self._owner = OwnerProcess()
+        self._done = threading.Event()
+        self._done.set()
+        self._thread: threading.Thread | None = None
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()  # of this thread; None ends it
         self._result: Any = None
         self._error: BaseException | None = None
-        self._done = threading.Event()
-        self._owner = OwnerProcess()
-        self._thread = threading.Thread(target=self._run, args=(call,), name=name, daemon=daemon)
-        self._caller_is_back = threading.Lock()
-        with self._caller_is_back if caller_first else nullcontext():
-            self._thread.start()
 
     @property
     def busy(self) -> bool:
         return not self._done.is_set()
 
-    def done_within(self, seconds: float) -> bool:
-        """Wait for the call, but not longer. Returns whether it has ended."""
-        return self._done.wait(max(0.0, seconds))
-
-    def has_failed(self) -> bool:
-        """Wait for the call; return whether it has raised. Refused in a forked child, which has no such thread."""
-        if self.busy:
-            self._owner.require(self._thread.name)
-        self._done.wait()  # before Python 3.13 a `join` that a signal has interrupted marks the thread as ended
-        self._thread.join()
-        return self._error is not None
-
-    def result(self) -> Any:
-        """Wait for the call, and return its result or raise its error."""
-        if self.has_failed():
-            raise self._error  # type: ignore[misc]
-        return self._result
-
-    def _run(self, call: Callable[[], Any]) -> None:
-        try:
-            with self._caller_is_back:
-                pass
-            self._result = call()
-        except BaseException as error:  # raised by `result`
-            self._error = error
-        finally:
-            self._done.set()
-
-
-class SerialWorker:
-    """Runs one call at a time in a background thread. The next `start`, `wait` or `check` raises its error."""
-
-    def __init__(self, name: str, *, caller_first: bool = False, daemon: bool = False) -> None:
-        self._name = name
-        self._options = {"caller_first": caller_first, "daemon": daemon}  # as of `ThreadCall`
-        self._call: ThreadCall | None = None
-
-    @property
-    def busy(self) -> bool:
-        return self._call is not None and self._call.busy
-
-    def start(self, call: Callable[[], object]) -> None:
+    def start(self, call: Callable[[], object]) -> Worker:
         """Wait for the previous call, then start this one."""
         self.wait()
-        self._call = ThreadCall(call, self._name, **self._options)
+        self._done.clear()
+        try:
+            if self._thread is None:
+                self._calls = SimpleQueue()
+                thread = threading.Thread(target=self._run, args=(self._calls,), name=self._name, daemon=self._daemon)
+                thread.start()
+                self._thread = thread
+            # Only now: a thread that began with a call might keep the interpreter's lock for 5 ms from the caller
+            self._calls.put(call)
+        except BaseException:  # an interrupt, or no more threads: nothing would ever be done
+            self._calls.put(None)
+            self._thread = None
+            self._done.set()
+            raise
+        return self
 
     def done_within(self, seconds: float) -> bool:
         """Wait for the call, but not longer. Returns whether none is under way."""
-        return self._call is None or self._call.done_within(seconds)
+        return self._done.wait(max(0.0, seconds))
 
-    def wait(self) -> None:
-        """Wait for the call. Raises its error, if no other call has raised it yet."""
-        if self._call is not None:
-            self._call.has_failed()
-        self.check()
+    def wait(self) -> Any:
+        """Wait for the call, and return its result or raise its error, once."""
+        self._wait()
+        if not self._kept:
+            self.close()
+        result, error, self._result, self._error = self._result, self._error, None, None
+        if error is not None:
+            raise error
+        return result
 
     def check(self) -> None:
         """Raise the error of a call that is done, once. Does not wait."""
-        if self._call is not None and not self._call.busy:
-            done, self._call = self._call, None
-            done.result()
-
-
-_Call = Callable[[], object]
-
-
-class WorkerThread:
-    """Runs one call at a time. To start a thread for every block of a file takes the GIL from training too often.
-
-    The thread begins with the first call. It is not a daemon, so it must be closed.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
-        self._idle = threading.Event()
-        self._idle.set()
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-
-    @property
-    def busy(self) -> bool:
-        return not self._idle.is_set()
-
-    def start(self, call: _Call) -> None:
-        """Wait for the previous call, then start this one. Raises the previous one's error."""
-        self.wait()
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name=self._name)
-            thread.start()
-            self._thread = thread
-        self._idle.clear()
-        try:
-            self._calls.put(call)
-        except BaseException:  # an interrupt: nothing would ever be done
-            self._idle.set()
-            raise
-
-    def wait(self) -> None:
-        """Wait for the call. Raises its error, once."""
-        self._idle.wait()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        if not self.busy:
+            self.wait()
 
     def close(self) -> None:
-        """Wait for the call, and end the thread. An error that nobody waited for is dropped."""
-        if self._thread is not None:
+        """Wait for the call, and end the thread. Raises nothing: `wait` raises the error."""
+        self._wait()
+        thread, self._thread = self._thread, None
+        if thread is not None:
             self._calls.put(None)
-            self._thread.join()
-            self._thread = None
+            thread.join()
 
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
+    def _wait(self) -> None:
+        """Refused in a forked child, which has no such thread."""
+        if self.busy:
+            self._owner.require(self._name)
+        self._done.wait()  # before Python 3.13 a `join` that a signal has interrupted marks the thread as ended
+
+    def _run(self, calls: SimpleQueue[Callable[[], object] | None]) -> None:
+        while (call := calls.get()) is not None:
             try:
-                call()
+                self._result = call()
             except BaseException as error:  # raised by `wait`
                 self._error = error
             finally:
                 del call  # or what it refers to would live until the next one
-                self._idle.set()
+                self._done.set()
+            if not self._kept:
+                return
 
 
 # Not the lowest priority: a thread that is starved while it holds the interpreter's lock holds up training.

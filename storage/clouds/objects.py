@@ -16,7 +16,7 @@ from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, changed
 from ckpt.storage.clouds.errors import UploadGoneError, strange_answer
 from ckpt.storage.multipart import Body, scatter, split_into_parts
 from ckpt.storage.retry import Requests
-from ckpt.util.threads import ThreadCall
+from ckpt.util.threads import Worker
 
 _T = TypeVar("_T")
 _Item = TypeVar("_Item")
@@ -78,11 +78,11 @@ def several(call: Callable[[_Item, threading.Event], _T], items: Iterable[_Item]
     When this returns or raises, no call is under way, and none reads or fills the caller's buffers. The event is set to
     end them early.
     """
-    stopped, running, results = threading.Event(), list[ThreadCall](), list[_T]()
+    stopped, running, results = threading.Event(), list[Worker](), list[_T]()
     left = iter(items)
 
     def collect() -> None:
-        results.append(running[0].result())  # listed until then: an interrupt waits for it, too
+        results.append(running[0].wait())  # listed until then: an interrupt waits for it, too
         del running[0]
 
     first = list(itertools.islice(left, 2))
@@ -92,13 +92,13 @@ def several(call: Callable[[_Item, threading.Event], _T], items: Iterable[_Item]
         for item in itertools.chain(first, left):
             if len(running) >= at_once:
                 collect()
-            running.append(ThreadCall(partial(copy_context().run, call, item, stopped), name))  # with `within`
+            running.append(Worker(name).start(partial(copy_context().run, call, item, stopped)))  # with `within`
         while running:
             collect()
     except BaseException:
         stopped.set()
         for ending in running:
-            ending.has_failed()
+            ending.close()
         raise
     return results
 

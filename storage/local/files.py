@@ -25,7 +25,7 @@ from typing import Any
 from ckpt.errors import AbsentError, ConfigError, DeniedError, FullError, StorageError, TransientError
 from ckpt.storage.base import ROOT_LOCK, Buffer, StablePieces, check_key
 from ckpt.util.aligned_memory import ALIGNMENT, O_DIRECT, address_of, allocate_aligned, copy_bytes
-from ckpt.util.threads import WorkerThread
+from ckpt.util.threads import Worker
 
 _NO_DRIVER = {errno.ENXIO, errno.ENODEV}  # a socket, or a device: it cannot be opened like a file
 _LARGE = 128 << 20  # bytes
@@ -473,7 +473,7 @@ class _File:
     def __init__(self, descriptor: int, expected: int | None) -> None:
         self._descriptor = descriptor
         self._expected = expected
-        self._writers = [WorkerThread("ckpt-write") for _ in range(_WRITERS)]
+        self._writers = [Worker("ckpt-write", kept=True) for _ in range(_WRITERS)]
         self._buffers: dict[int, memoryview] = {}  # by writer
         self._number = 0  # of the current block
         self._filled = 0  # bytes in it

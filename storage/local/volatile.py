@@ -30,7 +30,7 @@ from ckpt.storage.local.files import (
 )
 from ckpt.storage.local.storage import LocalStorage
 from ckpt.util.aligned_memory import copy_bytes, forget_pages, make_resident
-from ckpt.util.threads import CORES, WorkerThread
+from ckpt.util.threads import CORES, Worker
 
 _CHUNK = 16 << 20
 _WRITERS = min(4, CORES)
@@ -69,9 +69,9 @@ def _write_in_threads(descriptor: int, pieces: StablePieces) -> int:
 
 
 @contextmanager
-def _open_writers() -> Iterator[list[WorkerThread]]:
+def _open_writers() -> Iterator[list[Worker]]:
     """Threads, which are waited for also after an error: none may write to a mapping that is closed."""
-    writers = [WorkerThread("ckpt-memory") for _ in range(_WRITERS)]
+    writers = [Worker("ckpt-memory", kept=True) for _ in range(_WRITERS)]
     try:
         yield writers
         for writer in writers:
@@ -81,7 +81,7 @@ def _open_writers() -> Iterator[list[WorkerThread]]:
             writer.close()
 
 
-def _start(writer: WorkerThread, descriptor: int, mapped: memoryview, chunk: memoryview, start: int) -> None:
+def _start(writer: Worker, descriptor: int, mapped: memoryview, chunk: memoryview, start: int) -> None:
     writer.start(lambda: _copy(descriptor, mapped, chunk, start))
 
 

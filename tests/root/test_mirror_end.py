@@ -17,7 +17,7 @@ import ckpt
 from ckpt.root.mirror import AFTER_SIGTERM, MirrorPatience, QuietWait
 from ckpt.storage import Entry, LocalStorage, open_storage
 from ckpt.storage.base import Interruptible
-from ckpt.util.threads import ThreadCall
+from ckpt.util.threads import Worker
 from tests.helpers.faulty_proxy import FaultyProxy
 from tests.helpers.places import intact
 from tests.helpers.processes import DEADLINE, start_alone
@@ -147,12 +147,12 @@ def test_what_is_sent_to_a_server_that_does_not_answer_is_no_sign_of_life(server
         storage.write("object", [b"bytes"])
         before = storage.progress
         proxy.plan = lambda method, path: "stall"
-        call = ThreadCall(lambda: storage.write("object", [bytes(4096)]), "write")  # as a lease is renewed
+        call = Worker("write").start(lambda: storage.write("object", [bytes(4096)]))  # as a lease is renewed
         while not proxy.done["stall"]:
             time.sleep(0.01)
         assert storage.progress == before
         with storage.giving_up(), pytest.raises(ckpt.TransientError, match="given up"):
-            call.result()
+            call.wait()
 
 
 def test_requests_that_wait_for_a_server_are_given_up_and_later_ones_are_not(server: Server, s3: str) -> None:
@@ -163,14 +163,14 @@ def test_requests_that_wait_for_a_server_are_given_up_and_later_ones_are_not(ser
         storage.write("object", [b"bytes"])
         assert storage.progress > before
         proxy.plan = lambda method, path: "stall" if method in ("GET", "PUT") else None
-        reads = [ThreadCall(lambda: storage.read("object"), "read") for _ in range(3)]
-        large = ThreadCall(lambda: storage.write("large", [bytes(40 << 20)]), "write")
+        reads = [Worker("read").start(lambda: storage.read("object")) for _ in range(3)]
+        large = Worker("write").start(lambda: storage.write("large", [bytes(40 << 20)]))
         while proxy.done["stall"] < 4:
             time.sleep(0.01)
         with storage.giving_up():
             for call in (*reads, large):
                 with pytest.raises(ckpt.TransientError, match=r"given up: .* did not answer"):
-                    call.result()
+                    call.wait()
             with pytest.raises(ckpt.TransientError, match="given up"):
                 storage.version("object")
         proxy.plan = lambda method, path: None
@@ -313,7 +313,7 @@ class TestPatience:
 
     def test_what_makes_progress_is_waited_for_but_not_beyond_the_end(self) -> None:
         ended = threading.Event()
-        call = ThreadCall(lambda: ended.wait(30), "call")
+        call = Worker("call").start(lambda: ended.wait(30))
         assert not QuietWait(time.monotonic, 0.1, end_by=time.monotonic() + 0.5).ended(call)
         assert not QuietWait(lambda: 0, 0.1).ended(call)
         ended.set()

@@ -12,7 +12,7 @@ import ckpt
 from ckpt.root import deletion
 from ckpt.storage import ObjectStorage, leases, open_storage
 from ckpt.storage.leases import exclusive_path
-from ckpt.util.threads import ThreadCall
+from ckpt.util.threads import Worker
 from tests.helpers.faulty_proxy import FaultyProxy
 from tests.helpers.seaweed import Server
 
@@ -36,10 +36,10 @@ def test_a_lock_that_could_not_be_removed_in_time_is_not_removed_when_another_ru
     held = first.lock(".lock", note="the first")
     held.__enter__()
     proxied.plan = lambda method, path: "slow down" if method != "GET" else None
-    releasing = ThreadCall(lambda: held.__exit__(None, None, None), "release", daemon=True)
+    releasing = Worker("release", daemon=True).start(lambda: held.__exit__(None, None, None))
     with second.lock(".lock", note="the second"):
         proxied.plan = lambda method, path: None
-        releasing.result()
+        releasing.wait()
         for _ in range(5):  # a removal that was tried again would be done by then
             time.sleep(1)
             assert b"the second" in second._objects.get(exclusive_path(".lock"))

@@ -10,7 +10,7 @@ import pytest
 from ckpt.errors import ConfigError, TransientError
 from ckpt.storage import retry
 from ckpt.storage.retry import Requests, RetryPolicy, UnreachedError, time_left, within
-from ckpt.util.threads import ThreadCall
+from ckpt.util.threads import Worker
 
 
 class Clock:
@@ -142,10 +142,10 @@ def test_requests_that_wait_for_their_turn_lose_no_time(clock: Clock) -> None:
         if (problem := next(tries)) is not None:
             raise problem
 
-    first = ThreadCall(lambda: requests.make(slow, is_large=True), "first")
+    first = Worker("first").start(lambda: requests.make(slow, is_large=True))
     came.wait()
-    second = ThreadCall(lambda: requests.make(attempt, Pausing(clock), is_large=True), "second")
+    second = Worker("second").start(lambda: requests.make(attempt, Pausing(clock), is_large=True))
     clock.now += 100
     go.set()
-    first.result()
-    second.result()  # it was tried twice
+    first.wait()
+    second.wait()  # it was tried twice

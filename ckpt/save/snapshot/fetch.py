@@ -23,7 +23,7 @@ from ckpt.formats.tensors import host_bytes, movable
 from ckpt.save.snapshot.devices import Device
 from ckpt.save.snapshot.tensor_copies import TensorCopy, flat_bytes
 from ckpt.util.aligned_memory import copy_bytes
-from ckpt.util.threads import CORES, WorkerThread
+from ckpt.util.threads import CORES, Worker
 
 TRANSFER = 32 << 20  # bytes: less than a millisecond on PCIe, so that a loss which is read waits no longer
 STEP = 64 << 20  # bytes that hashing and writing wait for at a time
@@ -207,7 +207,7 @@ class Fetcher:
             arrival.arrived(number)
 
         with self._turn, ExitStack() as stack:
-            workers = [WorkerThread("ckpt-fetch") for _ in range(threads)]
+            workers = [Worker("ckpt-fetch", kept=True) for _ in range(threads)]
             for worker in workers:
                 stack.callback(worker.close)
             turns = itertools.cycle(range(threads))

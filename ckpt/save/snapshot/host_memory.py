@@ -19,7 +19,7 @@ from ckpt.storage import Reserving
 from ckpt.storage.base import ReservedFile
 from ckpt.util.aligned_memory import MappedRange, allocate_pages, can_map_files
 from ckpt.util.memory_limit import available, reserve, spare
-from ckpt.util.threads import SerialWorker, ThreadCall
+from ckpt.util.threads import Worker
 
 _CHUNK = 16 << 20  # bytes made resident at a time, in a few milliseconds: a save waits no longer
 _THREADS = 2  # beside training
@@ -135,7 +135,7 @@ class HostMemory:
         self._untouched: Iterator[torch.Tensor] = iter(())  # its chunks that are not resident yet
         self._lock = threading.Lock()
         self._giving_out = threading.Lock()
-        self._prefaulting = SerialWorker("ckpt-memory")
+        self._prefaulting = Worker("ckpt-memory")
         self._not_paused = threading.Event()
         self._not_paused.set()
 
@@ -222,7 +222,7 @@ class HostMemory:
                 with self._lock:
                     image.resident += len(chunk)
 
-        helpers = [ThreadCall(work, "ckpt-memory") for _ in range(_THREADS - 1)]
+        helpers = [Worker("ckpt-memory").start(work) for _ in range(_THREADS - 1)]
         work()
         for helper in helpers:
-            helper.result()
+            helper.wait()

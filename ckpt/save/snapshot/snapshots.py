@@ -37,7 +37,7 @@ from ckpt.save.snapshot.tensor_copies import Leaves, TensorCopies
 from ckpt.storage import Reserving
 from ckpt.util.aligned_memory import HUGE_PAGE
 from ckpt.util.console import format_size
-from ckpt.util.threads import ThreadCall
+from ckpt.util.threads import Worker
 
 _log = logging.getLogger("ckpt")
 
@@ -205,12 +205,12 @@ class Snapshots:
         live = [(number, transfer) for number, transfer in enumerate(transfers) if transfer.is_live]
         copied = [(number, transfer) for number, transfer in enumerate(transfers) if not transfer.is_live]
         memory = host_bytes(image.bytes(layout.size))
-        fetching: ThreadCall | None = None
+        fetching: Worker | None = None
 
         def release() -> None:
             arrival.discard()
             if fetching is not None:
-                fetching.has_failed()  # waits for it
+                fetching.close()  # waits for it
             copies.release_devices()
             image.release()
 
@@ -228,7 +228,7 @@ class Snapshots:
                 self._warn_of_live(live, layout.size)
                 self._fetcher.fetch(live, memory, arrival, WHILE_IT_WAITS, image.make_resident)
             if copied:
-                fetching = ThreadCall(fetch_copies, "ckpt-fetch")
+                fetching = Worker("ckpt-fetch").start(fetch_copies)
         except BaseException:
             release()
             raise
