@@ -106,7 +106,8 @@ class StateManager:
         where = required_root(source.root if root is None else root)
         self._session = session = Session(where, source, options)
         is_main = session.ranks.rank == MAIN
-        weakref.finalize(self, _drop, session.preemption, session.schedule, session.due if is_main else set(), self.url)
+        due = session.due
+        weakref.finalize(self, _drop, due.preemption, due.schedule, due.what if is_main else set(), self.url)
 
     @classmethod
     def from_config(cls, path: str | os.PathLike[str], **objects: Any) -> StateManager:
@@ -135,7 +136,7 @@ class StateManager:
         try:
             self._session.end_loop(error)
             if error is not None and not isinstance(error, SystemExit | GeneratorExit):
-                self._session.save_boundary(error)
+                self._session.saves.after_exception(error)
         finally:
             self._close_after(error)
 
@@ -219,12 +220,12 @@ class StateManager:
         self._say_if_complete(total)
         for epoch in session.loop.epochs(total):
             if ended and when.epoch_end:
-                session.save_end()
+                session.saves.end()
             yield epoch
             ended = True
-        session.preemption.close()
+        session.due.preemption.close()
         if when.period or when.epoch_end:
-            session.save_end()
+            session.saves.end()
 
     def _say_if_complete(self, total: int) -> None:
         """A run that has all its epochs already would end without a word, as if it had failed to start."""
@@ -275,7 +276,7 @@ class StateManager:
 
         `progress.step` must have been set to that step. All ranks are told at the same one, where they save and stop.
         """
-        return self._session.told_to_stop()
+        return self._session.due.preemption.due(self._session.loop.progress.step)
 
     def save_state(
         self, name: str | None = None, *, metrics: Mapping[str, Any] | None = None, wait: bool | None = None
@@ -304,7 +305,7 @@ class StateManager:
             StorageError: It could not be written: `FullError` and others say why.
             RanksError: Ranks did not answer, or make other calls.
         """
-        return self._session.save(name, metrics, wait, when_busy=self._session.options.saving.when_busy)
+        return self._session.saves.to_root(name, metrics, wait)
 
     def load_state(self, name: str | int | None = None, *, strict: bool = True) -> Restored:
         """Load a checkpoint, and print what was restored. Every rank must make this call.
@@ -337,7 +338,7 @@ class StateManager:
             LockedError: Another run writes to the root.
         """
         session = self._session
-        session.set_started()
+        session.due.start()
         with session.saver.root.taking():
             restored = session.load(None, strict=strict)
             session.saver.root.hold()
@@ -439,16 +440,16 @@ class StateManager:
         from ckpt.export.save_model import check_processors
 
         session = self._session
-        session.require_usable("push_to_hub()")
+        session.saves.require_usable("push_to_hub()")
         target = HubTarget.of(repo_id, revision, token, private, commit_message, card, create_pr)
         model, wanted = session.registry.model_part(part), ExportOptions.parse(dtype, max_shard_size)
         beside = check_processors(tokenizer=tokenizer, processor=processor)
         return session.pusher.push(model, target, wanted, beside, session.training_facts, wait=wait)
 
     def _start(self) -> None:
-        self._session.require_usable("epochs() or batches()")
+        self._session.saves.require_usable("epochs() or batches()")
         self._session.loop.refuse_released("epochs() or batches()")
-        if not self._session.started:
+        if not self._session.due.started:
             self.resume()
 
 

@@ -283,8 +283,7 @@ class _Attached:
         """Save to a folder that is not directly below the root: deeper in it, or outside."""
         session = self._manager.session
         writer = writer_at(path, session.saver.root)
-        busy = session.options.saving.when_busy
-        saved = session.save(writer.storage.name, when_busy=busy, at=writer)
+        saved = session.saves.to_root(writer.storage.name, at=writer)
         return None if saved is None else _created(path)
 
     def load_state(

@@ -206,7 +206,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         self._manager.progress.step = state.global_step
         if self._manager.told_to_stop():
             self._told_to_stop = control.should_save = control.should_training_stop = True
-        elif self._manager.session.schedule.is_due(state.global_step):  # SIGUSR1
+        elif self._manager.session.due.schedule.is_due(state.global_step):  # SIGUSR1
             control.should_save = True
 
     def on_train_end(
@@ -257,7 +257,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             memory=given.memory,
             signing=given.signing,
         )
-        self._manager.session.unmanaged.quiet = True  # what is saved, and when, is for its arguments to say
+        self._manager.session.saves.unmanaged.quiet = True  # what is saved, and when, is for its arguments to say
         self._manager.session.loop.quiet = True  # `TrainerData` follows its loader
         self._part = TrainerPart(trainer)
         self._manager.register(**{PART: self._part}, **beside(trainer))
@@ -306,9 +306,9 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         session = self._manager.session if self._manager is not None else None
         if session is not None and session.memory is not None:
             session.memory.stepped(session.loop.progress.step)
-            if session.is_snapshot_due:
+            if session.memory.is_due(session.loop.progress.step) and not session.state.is_saved:
                 self._prepare_save()
-                session.save_to_memory()
+                session.saves.to_memory()
         return result
 
     def _skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:

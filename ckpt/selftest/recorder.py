@@ -33,7 +33,7 @@ from ckpt.load.load_state import Restored
 from ckpt.manager import StateManager
 from ckpt.options import Every, ManagerOptions
 from ckpt.selftest.trace import End, Plan, Resumed, Saved, Step, TraceWriter, read_trace, trace_file
-from ckpt.session import Session
+from ckpt.session import Saves, Session
 from ckpt.state import rng
 from ckpt.state.optimizer import OptimizerPart
 from ckpt.state.registry import StateRegistry
@@ -98,22 +98,22 @@ class Recorder:
         setattr(StateManager, "__init__", __init__)  # noqa: B010
 
     def _watch_saves(self) -> None:
-        saved = Session.save
+        saved = Saves.to_root
 
         @functools.wraps(saved)
-        def save(session: Session, *args: Any, **options: Any) -> str | None:
+        def save(saves: Saves, *args: Any, **options: Any) -> str | None:
             self._watch_models()
             tensors, number = self._tensors(), self._number
             self._found.look(self._managers)
             pending = list(self._batches), list(self._inputs), list(self._losses)
             start, forgotten, has_scheduler = self._start_of_step(), self._found.forgotten, self._found.has_scheduler
-            progress = session.loop.saved_progress().to_json()
-            name = saved(session, *args, **options)
+            progress = saves.state.loop.saved_progress().to_json()
+            name = saved(saves, *args, **options)
             if name is not None:
                 self._writer.add(Saved(number, name, progress, *pending, tensors, start, forgotten, has_scheduler))
             return name
 
-        setattr(Session, "save", save)  # noqa: B010
+        setattr(Saves, "to_root", save)  # noqa: B010
 
     def _watch_loads(self) -> None:
         loaded = Session.load

@@ -108,14 +108,14 @@ def _asked_by_each_in_turn(rank: int, folder: str) -> None:
             if step % 12 == 1 and step // 12 % 2 == rank:
                 signal.raise_signal(signal.SIGUSR1)
             manager.step()
-            seen += [step] if manager.session.saved_at == manager.session.position else []
+            seen += [step] if manager.session.state.is_saved else []
         manager.load_state(f"step-{seen[0]:08d}")  # back: steps to come are no later than those that were agreed on
         for step in range(seen[0] + 1, seen[0] + 13):
             dist.barrier()
             if step == seen[0] + 1 and rank == 1:
                 signal.raise_signal(signal.SIGUSR1)
             manager.step()
-            seen += [step] if manager.session.saved_at == manager.session.position else []
+            seen += [step] if manager.session.state.is_saved else []
     Path(folder, f"saved-{rank}").write_text(str(seen))
 
 

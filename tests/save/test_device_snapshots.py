@@ -148,7 +148,7 @@ def test_small_tensors_that_a_full_device_cannot_pack_are_copied_one_by_one(monk
 
 def test_a_snapshot_that_was_given_back_cannot_be_read(device: SimulatedDevice) -> None:
     with Run(1).manager("memory://") as manager:
-        captured = manager.session._capture("a", {}).encode()
+        captured = manager.session.saves._captured("a", {}).encode()
         device.gate.clear()
         snapshot = manager.session.saver.snapshots.take(captured.snapshot_files)
         assert snapshot is not None
@@ -318,7 +318,7 @@ def test_a_snapshot_that_nobody_needs_any_more_is_not_fetched_to_its_end(device:
     run = Run(1)
     with run.manager("memory://") as manager:
         device.gate.clear()
-        captured = manager.session._capture("a", {}).encode()
+        captured = manager.session.saves._captured("a", {}).encode()
         snapshot = manager.session.saver.snapshots.take(captured.snapshot_files)
         assert snapshot is not None
         snapshot.arrival.is_discarded = True

@@ -172,4 +172,4 @@ def test_ranks_save_the_same_step_or_none_and_no_rank_waits_for_ever(
     began = time.monotonic()
     assert run_ranks(2, _fail, str(tmp_path), failing) == [0, 0]
     assert [found.step for found in ckpt.list_checkpoints(tmp_path)] == saved
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 240
