@@ -18,7 +18,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from html import escape
 
@@ -119,11 +119,10 @@ class ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stderr is None or any(map(self._shows, self._others())):
             return
-        try:
-            label = f"ckpt {record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        label = f"ckpt {record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        # a closed standard error is no error of the training; logging's own `handleError` would write there again
+        with suppress(Exception):
             print(f"{label}{record.getMessage()}", file=sys.stderr, flush=True)
-        except Exception:  # as every handler of logging: a closed standard error is no error of the training
-            self.handleError(record)
 
     def _others(self) -> list[logging.Handler]:
         logger = logging.getLogger("ckpt")

@@ -13,7 +13,6 @@ from pathlib import Path
 
 _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _MOST_RESERVED = 8 << 30  # bytes
-_UNLIMITED = 1 << 60  # control groups v1 write a number above this for "no limit"
 
 
 def reserve(memory: int, peak: int = 0) -> int:
@@ -74,14 +73,12 @@ class _Files:
     def left(self, group: str) -> int | None:
         """Bytes that may still be allocated, reclaimable page cache included; None without a limit."""
         try:
-            limit = _read(f"{group}/{self.limit}").strip()
-            if limit == "max" or int(limit) >= _UNLIMITED:
-                return None
+            limit = int(_read(f"{group}/{self.limit}"))  # without a limit "max", or a number larger than any memory
             used = int(_read(f"{group}/{self.used}"))
             statistics = dict(line.split() for line in _read(f"{group}/memory.stat").splitlines())
         except (OSError, ValueError):
             return None
-        return max(0, int(limit) - used + sum(int(statistics.get(key, 0)) for key in self.cached))
+        return max(0, limit - used + sum(int(statistics.get(key, 0)) for key in self.cached))
 
 
 _V2 = _Files("", "memory.max", "memory.current", ("inactive_file", "active_file"))

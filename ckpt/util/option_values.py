@@ -80,7 +80,7 @@ def refuse_unknown(
 
 
 def _with_nearest(name: str, known: Collection[str], inside: Mapping[str, str]) -> str:
-    nearest = name if name in inside else next(iter(difflib.get_close_matches(name, {*known, *inside}, 1)), None)
+    nearest = name if name in inside else next(iter(difflib.get_close_matches(name, {*known, *inside})), None)
     if nearest is None:
         return repr(name)
     return f"{name!r} (write {inside[nearest]})" if nearest in inside else f"{name!r} (did you mean {nearest!r}?)"

@@ -116,20 +116,20 @@ def log_scale(low: float, high: float, start: float, stop: float) -> Scale:
     return lambda value: scale(math.log10(max(value, low)))
 
 
-def round_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers from below `low` to above `high`, in steps of 1, 2 or 5 times a power of ten; `most` or fewer."""
+def round_ticks(low: float, high: float) -> list[float]:
+    """Round numbers from below `low` to above `high`, in steps of 1, 2 or 5 times a power of ten; four or fewer."""
     span = high - low
     if not math.isfinite(span) or span < 0 or 0 < span < 1e-290:
         return [low, high]
     if span == 0:
         return [low]
-    power = 10.0 ** math.floor(math.log10(span / most))
-    for factor in (1, 2, 5, 10, 20, 50):
+    power = 10.0 ** math.floor(math.log10(span / 4))
+    for factor in (2, 5, 10, 20):  # the last always fits: it is more than half of the span
         step = factor * power
         first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-        if last - first < most:
-            return [number * step for number in range(first, last + 1)]
-    return [low, high]
+        if last - first < 4:
+            break
+    return [number * step for number in range(first, last + 1)]
 
 
 def _element(name: str, title: str, attributes: dict[str, object]) -> str:
@@ -172,7 +172,7 @@ def line_panel(
     right = width - _RIGHT
     finite = [value for _, value in points if math.isfinite(value)] or [0.0]
     steps = [step for step, _ in points]
-    ticks = round_ticks(min(finite), max(finite), 4)
+    ticks = round_ticks(min(finite), max(finite))
     across = linear_scale(min(steps), max(steps), _LEFT, right)
     bottom = top + HEIGHT - _BOTTOM
     up = linear_scale(min(ticks), max(ticks), bottom, top + _TOP)

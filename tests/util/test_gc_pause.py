@@ -13,6 +13,7 @@ import torch
 
 import ckpt
 from ckpt.save.snapshot.snapshots import Snapshots
+from ckpt.util import threads
 from ckpt.util.threads import gc_paused
 
 
@@ -31,6 +32,36 @@ def test_the_last_of_several_threads_enables_it_again() -> None:
         assert not gc.isenabled()
     assert not gc.isenabled()
     leave.set()
+    thread.join()
+    assert gc.isenabled()
+
+
+def test_it_is_disabled_within_one_pause_and_within_the_rest_of_the_outer_of_two() -> None:
+    with gc_paused():
+        assert not gc.isenabled()
+        with gc_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_threads_that_begin_or_end_a_pause_wait_for_each_other() -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        with gc_paused():
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=pause)
+    with threads._lock:
+        thread.start()
+        assert not inside.wait(0.1)
+    assert inside.wait(60)
+    with threads._lock:
+        leave.set()
+        thread.join(0.1)
+        assert not gc.isenabled()
     thread.join()
     assert gc.isenabled()
 
