@@ -6,8 +6,8 @@ import os
 from typing import Any
 
 from ckpt.errors import ConfigError
-from ckpt.options import OBJECTS, ManagerOptions, Mirror
-from ckpt.util.option_values import names_of, refuse_unknown
+from ckpt.options import ManagerOptions, Mirror
+from ckpt.util.option_values import Options, names_of, objects_in, refuse_unknown
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -28,27 +28,25 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(f"{where} is not YAML: {error}") from error
     if not isinstance(options, dict) or "root" not in options:
         raise ConfigError(f"{where} must be a mapping of options with at least 'root: ...'.")
-    _refuse_other_keys(where, options)
-    refuse_unknown(where, options, names_of(ManagerOptions))
-    return {name: _built(where, name, value) for name, value in options.items()}
+    return _values(where, ManagerOptions, options)
 
 
-def _refuse_other_keys(where: str, options: dict[Any, Any]) -> None:
+def _values(where: str, kind: type[Options], options: dict[Any, Any]) -> dict[str, Any]:
     wrong = [repr(key) for key in options if not isinstance(key, str)]
     if wrong:
         raise ConfigError(f"{where}: the names of options are words, and not {', '.join(wrong)}.")
+    refuse_unknown(where, options, names_of(kind))
+    inner = objects_in(kind)
+    return {
+        name: _built(where, name, inner[name], given) if name in inner else given for name, given in options.items()
+    }
 
 
-def _built(where: str, name: str, value: Any) -> Any:
-    kind = OBJECTS.get(name)
-    if kind is None or value is None:
-        return value
-    if not isinstance(value, dict):
-        if kind.example:
-            raise ConfigError(f"{where}: {name!r} must be a mapping, for example '{name}: {{{kind.example}}}'.")
-        return value
-    _refuse_other_keys(f"{where}: {name}", value)
-    refuse_unknown(f"{where}: {name}", value, names_of(kind))
-    if kind is Mirror and "url" not in value:
-        raise ConfigError(f"{where}: 'mirror' needs a url, for example 'mirror: {{url: s3://bucket/x}}'.")
-    return kind(**{inner: _built(where, inner, given) if inner == "keep" else given for inner, given in value.items()})
+def _built(where: str, name: str, kind: type[Options], value: Any) -> Any:
+    if isinstance(value, dict):
+        if kind is Mirror and "url" not in value:
+            raise ConfigError(f"{where}: 'mirror' needs a url, for example 'mirror: {{url: s3://bucket/x}}'.")
+        return kind(**_values(f"{where}: {name}", kind, value))
+    if kind.example and value is not None:
+        raise ConfigError(f"{where}: {name!r} must be a mapping, for example '{name}: {{{kind.example}}}'.")
+    return value

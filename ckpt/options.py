@@ -33,10 +33,10 @@ from ckpt.util.option_values import (
     is_path,
     is_rate,
     names_of,
+    objects_in,
     one_of,
     parse_duration,
     parse_size,
-    problems,
     refuse,
     refuse_unknown,
 )
@@ -191,7 +191,12 @@ class RankOptions(Options):
         return {"timeout": self.timeout, "alone": self.alone, "process_group": self.process_group}
 
 
-_Keep = Annotated[Keep, Must(is_kind(Keep), "a ckpt.Keep, for example Keep(last=3)")]
+def _a(kind: type[Options], plain: str = "") -> Must:
+    """An option object, or the plain values that may stand for it."""
+    return Must(is_kind(kind), f"{plain}, or a ckpt.{kind.__name__}" if plain else f"a ckpt.{kind.__name__}", kind=kind)
+
+
+_Keep = Annotated[Keep, Must(is_kind(Keep), "a ckpt.Keep, for example Keep(last=3)", kind=Keep)]
 
 
 @dataclass(frozen=True)
@@ -281,14 +286,11 @@ class Signing(Options):
 _STEPS = "a number of steps, 1 or more"
 
 
-def _a(kind: type[Options], plain: str = "") -> Must:
-    """An option object, or the plain values that may stand for it."""
-    return Must(is_kind(kind), f"{plain}, or a ckpt.{kind.__name__}" if plain else f"a ckpt.{kind.__name__}")
-
-
 @dataclass(frozen=True, kw_only=True)
-class ManagerOptions:
-    """All options of a manager, checked."""
+class ManagerOptions(Options):
+    """All options of a manager."""
+
+    called = "StateManager"
 
     root: Place | None = None
     save_every: Annotated[Every, _a(Every, f"{_STEPS}, a time, as '10min', '90s' or '2h'")] = Every()
@@ -321,17 +323,6 @@ class ManagerOptions:
         return tiers
 
 
-OBJECTS: dict[str, type[Options]] = {  # the options that are objects; some of them may be given as a plain value
-    "save_every": Every,
-    "keep": Keep,
-    "mirror": Mirror,
-    "saving": SaveOptions,
-    "ranks": RankOptions,
-    "memory": Memory,
-    "signing": Signing,
-}
-
-
 def resolve_options(
     options: Mapping[str, Any], what: str = "StateManager", *, objects: Collection[str] = ()
 ) -> ManagerOptions:
@@ -340,16 +331,13 @@ def resolve_options(
     `objects`: what else may be given by name, for the error that names what may not.
     """
     refuse_unknown(what, options, {*names_of(ManagerOptions), *objects}, inside())
-    plain = {name: value for name, value in options.items() if value is not None}
-    given = {name: OBJECTS[name].of(value) if name in OBJECTS else value for name, value in plain.items()}
-    refuse(what, problems(ManagerOptions, given).values())
-    return ManagerOptions(**given)
+    return ManagerOptions(**{name: value for name, value in options.items() if value is not None})
 
 
 def inside() -> dict[str, str]:
     """The options of option objects, with how each is written, for whoever writes `rescue` or `memory_rescue`."""
     found: dict[str, str] = {}
-    for into, kind in OBJECTS.items():
+    for into, kind in objects_in(ManagerOptions).items():
         for name in names_of(kind):
             written = f"{into}=ckpt.{kind.__name__}({name}=...)"
             found.setdefault(name, written)

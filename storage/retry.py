@@ -18,8 +18,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ckpt.errors import ConfigError, TransientError
-from ckpt.util.option_values import is_seconds, said
+from ckpt.errors import TransientError
+from ckpt.util.option_values import AnySeconds, Options, Seconds
 
 _T = TypeVar("_T")
 AT_ONCE = 8  # requests that move large pieces
@@ -60,20 +60,16 @@ def time_left() -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetryPolicy:
+class RetryPolicy(Options):
     """How often and for how long a request is repeated."""
 
-    deadline: float = 300.0  # seconds from the first try to the last
-    stall: float = 60.0  # seconds without a byte moved, after which a try has failed
+    called = "storage_options"
+
+    deadline: AnySeconds = 300.0  # from the first try to the last
+    stall: Seconds = 60.0  # without a byte moved, after which a try has failed
     tries: int | None = None  # at most
     first_pause: float = 0.1  # seconds, at most, before the second try; twice as long before each further one
     longest_pause: float = 20.0
-
-    def __post_init__(self) -> None:
-        wrong = [] if self.deadline == 0 or is_seconds(self.deadline) else [f"deadline={said(self.deadline)}"]
-        wrong += [] if is_seconds(self.stall) else [f"stall={said(self.stall)}"]
-        if wrong:
-            raise ConfigError(f"storage_options: {' and '.join(wrong)} must be a number of seconds.")
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> RetryPolicy:

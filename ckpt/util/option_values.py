@@ -12,7 +12,7 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
@@ -93,20 +93,23 @@ class Must:
     hold: Callable[[Any], bool]
     be: str
     secret: bool = False  # a wrong value is not shown, whatever it is
+    kind: type[Options] | None = None  # the option object that it is, for which a plain value may stand
 
 
 class Options:
     """Base of option objects: keyword-only dataclasses that refuse nonsense when they are built, all of it at once."""
 
     example: ClassVar[str] = ""  # of its fields in a YAML file; empty where a plain value may stand for the object
+    called: ClassVar[str] = ""  # by whom users give these, if it is not the object itself
 
     def __new__(cls, *_: Any, **named: Any) -> Any:
         refuse_unknown(cls.__name__, named, names_of(cls))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        wrong = problems(type(self), vars(self))
-        refuse(type(self).__name__, [*wrong.values(), *self.contradictions(wrong)])
+        vars(self).update({name: kind.of(vars(self)[name]) for name, kind in objects_in(type(self)).items()})
+        wrong = _problems(type(self), vars(self))
+        refuse(self.called or type(self).__name__, [*wrong.values(), *self.contradictions(wrong)])
 
     def contradictions(self, wrong: Collection[str]) -> list[str]:
         """What fields that are right one by one, and so not among the `wrong` ones, may not be together."""
@@ -123,27 +126,32 @@ def names_of(kind: type) -> list[str]:
     return [field.name for field in fields(kind)]
 
 
-def problems(kind: type, options: Mapping[str, Any]) -> dict[str, str]:
+def objects_in(kind: type) -> dict[str, type[Options]]:
+    """Those of these options that are option objects themselves."""
+    return {name: must.kind for name, must in _musts(kind).items() if must.kind is not None}
+
+
+def _problems(kind: type, options: Mapping[str, Any]) -> dict[str, str]:
     """What is wrong with values of options that this class has, by their names."""
     return {
         name: f"{name}={kind_of(options[name]) if must.secret else said(options[name])} must be {must.be}"
         for name, must in _musts(kind).items()
-        if name in options and not must.hold(options[name])
+        if not must.hold(options[name])
     }
 
 
 @cache
 def _musts(kind: type) -> dict[str, Must]:
     hints = get_type_hints(kind, include_extras=True)
-    return {name: _must(hints[name]) for name in names_of(kind)}
+    return {name: must for name in names_of(kind) if (must := _must(hints[name])) is not None}
 
 
-def _must(hint: Any) -> Must:
+def _must(hint: Any) -> Must | None:
     """What a type says; `Seconds | None` may be None too."""
     if get_origin(hint) is Annotated:
         return next(must for must in get_args(hint) if isinstance(must, Must))
-    required = next(_must(part) for part in get_args(hint) if part is not type(None))
-    return Must(optional(required.hold), required.be, required.secret)
+    required = next((must for part in get_args(hint) if (must := _must(part)) is not None), None)
+    return required and replace(required, hold=optional(required.hold))
 
 
 def refuse(what: str, wrong: Collection[str]) -> None:
@@ -237,6 +245,7 @@ Flag = Annotated[bool, Must(is_kind(bool), "True or False")]
 Maybe = Annotated[bool | None, Must(optional(is_kind(bool)), "True, False or None")]
 Steps = Annotated[int, Must(is_count, "a number of steps, 1 or more")]
 Seconds = Annotated[float, Must(is_seconds, "a number of seconds, up to ten years")]
+AnySeconds = Annotated[float, Must(lambda value: value == 0 or is_seconds(value), "a number of seconds")]
 Duration = Annotated[str, Must(lambda text: parse_duration(text) is not None, "a time, as '10min', '90s' or '2h'")]
 Size = Annotated[int | str, Must(is_size, "a size, as '8GB' or in bytes")]
 Settings = Annotated[Mapping[str, Any], Must(is_settings, "a dict of what the storage of a URL takes", secret=True)]
