@@ -32,7 +32,7 @@ from ckpt.shown import sentence, shown
 
 
 class CkptError(Exception):
-    """The root of every error that ckpt raises on purpose. Its message is escaped, and holds no secret."""
+    """The base class of every error that ckpt raises on purpose. Its message is escaped, and holds no secret."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(sentence(arg) if isinstance(arg, str) else arg for arg in args))
@@ -67,7 +67,7 @@ class MismatchError(StateError):
 
 
 class MetricError(StateError):
-    """A metric by which no checkpoint can be ranked."""
+    """ckpt can't rank checkpoints by this metric: it is NaN, or no checkpoint has it."""
 
 
 class CheckpointError(CkptError):
@@ -79,11 +79,11 @@ class MissingError(CheckpointError, LookupError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint that was never committed, or is truncated, altered or lacks a file."""
+    """A checkpoint was never committed, or is truncated, altered or lacks a file."""
 
 
 class UntrustedError(DamagedError):
-    """A checkpoint that no trusted key has signed, where that is required, or that was altered since it was signed."""
+    """No trusted key has signed a checkpoint although you require that, or it was altered after it was signed."""
 
 
 class VersionError(CheckpointError):
@@ -115,15 +115,15 @@ class LockedError(StorageError):
 
 
 class NotDurableError(StorageError):
-    """It was written and can be read, but the storage could not make sure that it outlives a crash."""
+    """It was written and can be read, but the storage could not confirm that it would survive a crash."""
 
 
 class ConflictError(StorageError):
-    """Somebody else has written it meanwhile. What they wrote is kept."""
+    """Somebody else wrote it in the meantime. What they wrote stays."""
 
 
 class TransientError(StorageError):
-    """It may well work if tried again."""
+    """It may work if you try again."""
 
 
 def shows_damage(error: BaseException) -> bool:
@@ -136,11 +136,11 @@ def shows_damage(error: BaseException) -> bool:
 
 
 class RanksError(CkptError):
-    """Ranks did not answer within the deadline, or disagree about what to do."""
+    """Some ranks did not answer within the deadline, or ranks disagree about what to do."""
 
 
 class Preempted(SystemExit):
-    """Training was told to stop (SIGTERM) and its state has been saved.
+    """Training was told to stop (SIGTERM), and ckpt has saved its state.
 
-    Leaves the loop and the process with the exit status a scheduler expects of a terminated job.
+    It ends the loop and the process with the exit status that a scheduler expects of a terminated job.
     """

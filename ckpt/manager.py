@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class StateManager:
-    """Keeps the whole state of a training run: saves it atomically, and resumes it exactly.
+    """Keeps the complete state of a training run: saves it atomically, and resumes it exactly.
 
         with ckpt.StateManager("runs/x", model=model, optimizer=optimizer, save_every=500) as manager:
             for epoch in manager.epochs(3):
@@ -57,28 +57,31 @@ class StateManager:
                     loss = train_step(batch)
                     manager.step(metrics={"loss": loss})
 
-    With several processes, every one of them builds the manager and makes the same calls; rank 0 writes the manifest.
+    With several processes, each of them builds the manager and makes the same calls; rank 0 writes the manifest.
 
     Args:
-        root: Where checkpoints are kept: a path, a URL or a storage. A remote one is tried out at once.
-        accelerator: Stands for all objects: whatever it has prepared or will prepare, and what is registered with it.
-            The folder, naming and limit of its project hold where nothing else is said.
-        model: One object, a sequence, or a dict of named objects. So are the next four; `register` adds others.
-        optimizer: What trains the model.
-        scheduler: Of the learning rate.
-        scaler: A GradScaler.
-        dataloader: What the loop trains from. A plain `for` over it then continues where the checkpoint was, after
-            `resume`; loaders that go through `batches` need not be given.
-        save_every: Steps between saves, or the time, as `"10min"`; `Every` has more: the end of an epoch, an exception.
-        keep: Which checkpoints are kept; None: all.
-        mirror: A path, URL, storage or `Mirror` to which every committed checkpoint is copied in the background. Loads
-            take the newest intact one of the two. An error is in `mirror_error`, and tried again: it stops nothing.
+        root: The place for the checkpoints: a path, a URL or a storage. ckpt tries a remote one at once.
+        accelerator: A Hugging Face `Accelerator`, instead of the objects below: ckpt keeps everything that it prepares
+            or registers, also later. Its project sets folder, naming and limit unless you set others.
+        model: The model: one object, a sequence, or a dict of named objects. The next four take the same; `register`
+            adds other objects.
+        optimizer: The optimizer.
+        scheduler: The LR scheduler.
+        scaler: The GradScaler.
+        dataloader: The training loader. After `resume`, a plain `for` over it continues where the checkpoint was.
+            Loaders that you give to `batches` need not be passed here.
+        save_every: Steps between saves, or a time, such as `"10min"`. `Every` has more: the end of an epoch, an
+            exception.
+        keep: Rules for which checkpoints to keep; None keeps all.
+        mirror: A path, URL, storage or `Mirror`. ckpt copies every committed checkpoint there in the background, and
+            loads take the newest intact one of the two. If a copy fails, training continues: `mirror_error` has the
+            error, and ckpt tries again.
         storage_options: Credentials, endpoint and the like for a URL, as its fsspec filesystem takes them.
-        saving: How checkpoints are captured and written.
+        saving: How ckpt captures and writes checkpoints.
         ranks: How the ranks of a job meet, and stop.
-        memory: Steps between snapshots in the hosts' memory, from which a restart on the same machines resumes, or a
-            `Memory`.
-        signing: Which key signs the checkpoints, and whose signatures are believed; None: as the environment says.
+        memory: Steps between snapshots in the hosts' memory, or a `Memory`. A restart on the same machines resumes from
+            these.
+        signing: The key that signs checkpoints, and the keys to trust; None takes them from the environment.
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class StateManager:
 
     @classmethod
     def from_config(cls, path: str | os.PathLike[str], **objects: Any) -> StateManager:
-        """A manager with the options of a YAML file (`root`, `save_every`, `keep`, ...) for these objects."""
+        """Build a manager with the options of a YAML file (`root`, `save_every`, `keep`, ...) for these objects."""
         return cls(**{**read_config(path), **objects})
 
     def __repr__(self) -> str:
@@ -155,7 +158,7 @@ class StateManager:
 
     @property
     def url(self) -> str:
-        """Where the checkpoints are kept."""
+        """The URL or path of the root."""
         return self._session.storage.url
 
     @property
@@ -166,53 +169,53 @@ class StateManager:
 
     @property
     def run(self) -> str:
-        """The run's identity, the same over all its resumes: after `resume`, on the main rank, for trackers."""
+        """The id of the run, which stays the same over all resumes: for trackers, on the main rank, after `resume`."""
         return self._session.saver.root.lineage.run
 
     @property
     def mirror_error(self) -> Exception | None:
-        """What went wrong with the last copy to the mirror, on the main rank; none once a copy has succeeded again."""
+        """The error of the last copy to the mirror, on the main rank; None once a copy has succeeded again."""
         mirror = self._session.mirror
         return mirror.error if mirror is not None else None
 
     @property
     def values(self) -> PlainValues:
-        """Numbers, text, lists and dicts of the script's (`manager.values["best_loss"] = 0.3`), saved and loaded."""
+        """Your own numbers, text, lists and dicts (`manager.values["best_loss"] = 0.3`): ckpt saves and loads them."""
         self._session.loop.note_asked()  # its epoch may be among them
         return self._session.registry.values
 
     @property
     def restored(self) -> Restored | None:
-        """What the last load brought back; none if this run began afresh."""
+        """The result of the last load; None if this run started from scratch."""
         return self._session.restored
 
     def register(self, *unnamed: Any, per_rank: bool | Any = False, **objects: Any) -> None:  # Any: for **named_objects
         """Manage more objects, each under its name. Every rank must make this call.
 
-        Generators (of torch, NumPy or Python) are kept for every rank. So are other objects whose state differs between
-        ranks; as many ranks have it back, and any other number of them the main rank's.
+        ckpt keeps each rank's generators (of torch, NumPy or Python), and each rank's state of an object if ranks
+        differ. The same number of ranks gets that back; on any other number, all get the main rank's.
 
         Args:
-            per_rank: The state is each rank's own at any number of ranks: new ranks keep what their objects have, and
-                what ranks that are gone had is not loaded; the report names both.
+            per_rank: Keep each rank's own state on any number of ranks. New ranks keep what their objects have; ckpt
+                does not load the state of ranks that are gone. The report names both.
             **objects: Anything with `state_dict` and `load_state_dict`, or a generator. A number or text, as in
-                `best_loss=1e9`, is what `values` has there until a load or the script sets it.
+                `best_loss=1e9`, sets the first value in `values`, until a load or your script changes it.
         """
         self._session.registry.register(objects, unnamed, per_rank=per_rank)
 
     def unwrap(self, model: nn.Module | None = None) -> nn.Module:
-        """The model, or the managed one, without what DDP, FSDP 1, DataParallel and torch.compile wrap around it."""
+        """Strip the wrappers of DDP, FSDP 1, DataParallel and torch.compile off a model, by default the managed one."""
         models = list(self._session.registry.models.values())
         if model is None and len(models) != 1:
             raise ConfigError(f"this manager has {len(models)} models: say which, unwrap(model).")
         return unwrap(models[0] if model is None else model)
 
     def epochs(self, total: int) -> Iterator[int]:
-        """The epochs that are left of `total`. Goes on where the last run stopped, or starts afresh.
+        """Iterate over the remaining epochs of `total`: from where the last run stopped, or from scratch.
 
-        When they are done and `save_every` is set, the final state is saved: as `step-00001000`, or, where the last
-        step was saved already, as `step-00001000-end`, with what the end of the epoch has changed. With
-        `Every(epoch_end=True)`, so is the state at the end of every epoch, before the next one begins.
+        If `save_every` is set, ckpt saves the final state after the last epoch, as `step-00001000`. If that step was
+        saved already, it saves `step-00001000-end` with what the end of the epoch has changed. With
+        `Every(epoch_end=True)` it also saves at the end of every epoch, before the next one begins.
         """
         self._start()
         session, when = self._session, self._session.options.save_every
@@ -228,7 +231,7 @@ class StateManager:
             session.saves.end()
 
     def _say_if_complete(self, total: int) -> None:
-        """A run that has all its epochs already would end without a word, as if it had failed to start."""
+        """Say that all epochs are done: otherwise the run would end silently, as if it had failed to start."""
         at, restored = self._session.loop.progress, self._session.restored
         if restored is None or not isinstance(total, int) or total > at.epoch or self._session.ranks.rank != MAIN:
             return
@@ -238,43 +241,43 @@ class StateManager:
         )
 
     def batches(self, loader: Iterable[T]) -> Batches[T]:
-        """The batches of this epoch that are left, in the same order as ever; `len()` of it is how many.
+        """Iterate over the remaining batches of this epoch, in the same order as without the stop; `len()` counts them.
 
-        A loop that was left with `break` is not done: the next run continues with the batch after. Whatever reads ahead
-        belongs inside: `batches(Prefetcher(loader))`, or the batches that it has read are lost at every resume.
+        If you leave the loop with `break`, the next run continues with the batch after. Put prefetchers inside,
+        `batches(Prefetcher(loader))`: outside, every resume would lose the batches that they have read ahead.
         """
         return self._session.loop.batches(loader, self._start)
 
     def enumerate(self, loader: Iterable[T], start: int = 0) -> Batches[tuple[int, T]]:
-        """The same, each with its number in the epoch: after a resume it counts on from where it stopped."""
+        """Like `batches`, with the number of each batch in the epoch, which keeps counting after a resume."""
         return self._session.loop.batches(loader, self._start, start)
 
     def step(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """A step of training is done: count it, and find out whether a save is due, or the process was told to stop.
+        """Count a step of training, and find out whether a save is due, or the process was told to stop.
 
-        Both wait for the boundary of the iteration: when the loop asks for its next batch, or the epoch, the loop or
-        the manager ends. So it doesn't matter what else you do in the iteration, before or after this call. Only in a
-        loop without a loader that ckpt follows does this call save at once: let it come last there.
+        ckpt saves or stops at the boundary of the iteration: when the loop asks for its next batch, or when the epoch,
+        the loop or the manager ends. So it doesn't matter what else you do in the iteration, before or after this call.
+        If ckpt follows no loader of your loop, this call saves at once: make it the last one there.
 
-        Tensors among the metrics are looked at only when a checkpoint is saved.
+        ckpt reads tensors among the metrics only when it saves a checkpoint.
 
         Raises:
-            Preempted: The process was told to terminate, and the state has been saved. With a followed loader it is
-                raised where the loop asks for the next batch.
+            Preempted: The process was told to terminate, and ckpt has saved the state. If ckpt follows the loader, this
+                is raised where the loop asks for the next batch.
         """
         self._session.step(metrics)
 
     def every(self, steps: int) -> bool:
-        """Whether the step that was counted last is one of every so many: the same after a resume, and on all ranks."""
+        """True if the current step is a multiple of `steps`: the same after a resume, and on all ranks."""
         if not isinstance(steps, int) or steps < 1:
             raise ConfigError(f"every({steps!r}): give a number of steps, 1 or more.")
         step = self._session.loop.progress.step
         return step > 0 and step % steps == 0
 
     def told_to_stop(self) -> bool:
-        """Whether the process was told to terminate: for loops that do not call `step`, to ask after every step.
+        """True if the process was told to terminate. Ask after every step, in loops that do not call `step`.
 
-        `progress.step` must have been set to that step. All ranks are told at the same one, where they save and stop.
+        Set `progress.step` first. All ranks get True at the same step, where they save and stop.
         """
         return self._session.due.preemption.due(self._session.loop.progress.step)
 
@@ -283,27 +286,27 @@ class StateManager:
     ) -> str | None:
         """Save everything. Every rank must make this call.
 
-        When it returns the state has been copied, and training may go on while it is written. What goes wrong meanwhile
-        is raised by the next call. A checkpoint of the same name is replaced, and stands until the new one is there.
+        It returns when the state has been copied; ckpt writes it while training continues. If the write fails, the next
+        call raises the error. If a checkpoint of that name exists, it stays until the new one replaces it.
 
-        It saves at once, in the middle of an iteration too: a resume continues with the next batch, and what follows
-        this call in the iteration is not done again. So let it come last in the iteration, or use `save_every`, which
-        waits for the boundary. After the inner loop the next run begins with the next epoch: let the save be the last
-        thing in the epoch.
+        It saves at once, even in the middle of an iteration: a resume continues with the next batch, and does not
+        repeat what follows this call in the iteration. So make it the last call in the iteration, or use `save_every`,
+        which waits for the boundary. After the inner loop, make it the last call in the epoch: the next run begins with
+        the next epoch.
 
         Args:
-            name: `step-00001000` if none is given.
+            name: The checkpoint's name; by default `step-00001000` and so on.
             metrics: Numbers by name, for `Keep`, listings and reports.
-            wait: Return when it is committed and durable; None: as `SaveOptions.background` says.
+            wait: Return only when the checkpoint is committed and durable; None: as `SaveOptions.background` says.
 
         Returns:
-            Its name; None where it was left out, by `SaveOptions(when_busy="skip")` or `on_nan="skip"`.
+            The name; None if `SaveOptions(when_busy="skip")` or `on_nan="skip"` skipped the save.
 
         Raises:
             ConfigError: The root has checkpoints that this run has not resumed from.
-            UnsupportedError: Values that no file can hold, each by its path.
-            StorageError: It could not be written: `FullError` and others say why.
-            RanksError: Ranks did not answer, or make other calls.
+            UnsupportedError: The state has values that ckpt can't save; it names each by its path.
+            StorageError: ckpt could not write it: `FullError` and others say why.
+            RanksError: Some ranks did not answer, or made other calls.
         """
         return self._session.saves.to_root(name, metrics, wait)
 
@@ -311,28 +314,28 @@ class StateManager:
         """Load a checkpoint, and print what was restored. Every rank must make this call.
 
         Args:
-            name: None: the newest intact one. A number is a step: 1000 is `step-00001000`. A path is a checkpoint in
-                another local folder. What Accelerate's `save_state` wrote is as good: by its name or path, or, where
-                the root has nothing else, without either: the one with the highest number.
-            strict: Everything must fit, or nothing is changed. Otherwise what fits is restored, the rest skipped.
+            name: The checkpoint's name; None for the newest intact one. A number is a step: 1000 is `step-00001000`. A
+                path is a checkpoint in another local folder. Folders of Accelerate's `save_state` work too: by name or
+                path, or, if the root has nothing else, without a name (then the highest number counts).
+            strict: Everything must fit, or nothing is changed. Otherwise ckpt restores what fits and skips the rest.
 
         Returns:
             What was restored, approximated, skipped and passed over.
 
         Raises:
-            MissingError: There is none by that name, or none at all.
-            DamagedError: The named one is damaged, or none is intact.
-            MismatchError: It does not fit; all differences are listed.
-            StorageError: It could not be read now: no older one is taken in its place.
+            MissingError: There is no checkpoint by that name, or none at all.
+            DamagedError: The named checkpoint is damaged, or none is intact.
+            MismatchError: It does not fit; the error lists all differences.
+            StorageError: It can't be read now; ckpt loads no older one instead.
         """
         named: Any = name_of_step(name) if type(name) is int and name >= 0 else name
         restored = self._session.load(named, strict=strict)
         if restored is None:
-            raise MissingError(f"there is no checkpoint in {self.url}. resume() starts afresh where there is none.")
+            raise MissingError(f"there is no checkpoint in {self.url}. resume() would start from scratch instead.")
         return restored
 
     def resume(self, *, strict: bool = True) -> Restored | None:
-        """Take the root for this run, and load its newest intact checkpoint as `load_state` does; None if it has none.
+        """Lock the root for this run, and load its newest intact checkpoint as `load_state` does; None if it has none.
 
         Raises:
             LockedError: Another run writes to the root.
@@ -345,30 +348,32 @@ class StateManager:
         if session.memory is not None:
             session.memory.settle()
         if restored is None and session.ranks.rank == MAIN:
-            say(f"no checkpoint in {self.url}: starting afresh")
+            say(f"No checkpoint in {self.url} yet; starting from scratch.")
         return restored
 
     def fingerprint(self) -> dict[str, str]:
-        """128 bits of each part of the state as it is now, in hexadecimal, by the part's name.
+        """Return a hash of each part of the current state, 128 bits in hexadecimal, by the part's name.
 
-        Two runs with the same fingerprints at a step have been the same up to it, bit for bit: log them, or compare
-        them in a test of your training loop. `"rng"` is the random number generators of this rank, `"data"` its
-        position in the data. Tensors are hashed where they are, on a GPU in milliseconds. Of sharded parts it is the
-        shards of this rank, so compare the same rank of as many ranks. Call it on every rank: some ways of sharding
-        need all of them to describe their state.
+        If two runs have the same fingerprints at a step, they have been the same up to it, bit for bit: log them, or
+        compare them in a test of your training loop. `"rng"` stands for this rank's random generators, `"data"` for its
+        position in the data. ckpt hashes tensors where they are, on a GPU in milliseconds. For sharded parts it hashes
+        this rank's shards, so compare the same rank of the same number of ranks. Call it on every rank: some ways of
+        sharding need all of them to describe their state.
         """
         return self._session.fingerprint()
 
     def rewind_rng(self) -> None:
-        """Put the generators back once more as the last load did: for loops that find their place in the data alone,
-        and draw numbers on the way."""
+        """Restore the random generators of the last load once more.
+
+        For loops that skip to their place in the data themselves, and draw random numbers on the way.
+        """
         self._session.loop.rewind_rng()
 
     def on_save(self, callback: Callable[[SaveReport], object]) -> Callable[[SaveReport], object]:
-        """Have a function called with a `SaveReport` of every checkpoint that is committed. Also a decorator.
+        """Call a function with a `SaveReport` after every committed checkpoint. Also works as a decorator.
 
-        On the main rank: before a `save_state` that waits returns, else at the next `step`, `save_state`, `wait` or
-        `close`. Its errors are logged, and stop nothing.
+        ckpt calls it on the main rank: before a `save_state` that waits returns, otherwise at the next `step`,
+        `save_state`, `wait` or `close`. If it raises, ckpt logs the error and goes on.
         """
         if not callable(callback):
             raise ConfigError(f"on_save takes a function of one SaveReport, not {callback!r}.")
@@ -376,18 +381,18 @@ class StateManager:
         return callback
 
     def wait(self) -> None:
-        """Return when every save is committed, and every push done. Raises what went wrong, if nobody has been told.
+        """Wait until every save is committed and every push is done. Raises an error that no call has raised yet.
 
-        Copies to the mirror are not waited for: `close` does that.
+        It does not wait for copies to the mirror; `close` does.
         """
         self._session.wait()
 
     def close(self) -> None:
-        """Finish what is under way, copies to the mirror too, and let go of the root, the loaders and SIGTERM.
+        """Finish saves and copies to the mirror, and release the root, the loaders and SIGTERM.
 
-        Snapshots in memory are removed; those of a run that an exception ends, also where `finally` or `except` closes
-        it, are left for a restart. A manager that is used as a context does this itself. In a forked child it does
-        nothing: all is the parent's.
+        It removes snapshots in memory. If an exception ends the run, even if you call this in `finally` or `except`, it
+        leaves them for a restart. With `with ckpt.StateManager(...)` you need not call it. In a forked child it does
+        nothing, because everything belongs to the parent.
         """
         error = sys.exc_info()[1]
         self._session.end_loop(error)
@@ -405,17 +410,17 @@ class StateManager:
     ) -> None:
         """Write the model as `from_pretrained` reads it: `model.safetensors`, or shards and an index, and its config.
 
-        Of a model with PEFT adapters, those are written, as PEFT does. Wrapped, compiled or sharded models are whole
-        there, gathered tensor by tensor. The folder appears when it is complete; files of yours in it stay. Every rank
-        must make this call; the main one writes.
+        If the model has PEFT adapters, ckpt writes only those, as PEFT does. It writes the full model even if it is
+        wrapped, compiled or sharded, and gathers it tensor by tensor. The folder appears when it is complete; your
+        own files in it stay. Every rank must make this call; the main one writes.
 
         Args:
             directory: The folder. Its parent need not exist.
-            max_shard_size: Bytes, or `"5GB"`, beyond which there are several files.
-            dtype: What floating point tensors are cast to.
-            tokenizer: Saved beside the model, and so is the `processor`.
-            processor: Anything with `save_pretrained`.
-            part: Which model, where there are several: `"model.generator"`.
+            max_shard_size: The largest size of a file, in bytes or as `"5GB"`; a larger model becomes several files.
+            dtype: The dtype to cast floating point tensors to.
+            tokenizer: A tokenizer to save with the model.
+            processor: A processor to save with the model: anything with `save_pretrained`.
+            part: Which model, if there are several: `"model.generator"`.
         """
         from ckpt.export.save_model import check_processors, save_live
 
@@ -433,8 +438,8 @@ class StateManager:
     ) -> str | None:  # fmt: skip
         """Publish the model as it is now, in one commit, and return the commit's URL (see `ckpt.push_to_hub`).
 
-        Every rank must make this call; the main one alone talks to the Hub. Without `wait` it does so while training
-        continues, and returns None; what goes wrong is raised by the next push, or on the main rank by `wait()`.
+        Every rank must make this call; only the main one talks to the Hub. Without `wait` it returns None and pushes
+        while training continues; the next push, or `wait()` on the main rank, raises an error.
         """
         from ckpt.export.push import HubTarget
         from ckpt.export.save_model import check_processors
@@ -454,13 +459,13 @@ class StateManager:
 
 
 def _drop(preemption: Preemption, schedule: SaveSchedule, due: set[str], url: str) -> None:
-    """A manager is gone, by whatever way: signals are left to others. Without `close()`, what was due is lost."""
+    """Release the signals of a manager that is gone. If it was not closed, a save that was due is lost."""
     preemption.close()
     schedule.close()
     if "save" in due:
         _log.warning(
-            "the last save to %s was due at the end of an iteration, and this manager was dropped before it: that step "
-            "is not saved. Write `with ckpt.StateManager(...) as manager:`, or call manager.close() after the loop.",
+            "the last save to %s was due at the end of an iteration, but this manager was dropped before: that step is "
+            "not saved. Write `with ckpt.StateManager(...) as manager:`, or call manager.close() after the loop.",
             url,
         )
 

@@ -1,4 +1,4 @@
-"""The options of a `StateManager`, in objects that check themselves when they are built."""
+"""The options of a `StateManager`, in objects that check their values when you build them."""
 
 from __future__ import annotations
 
@@ -61,17 +61,17 @@ Place = Annotated[str | os.PathLike[str] | Storage, Must(_is_place, "a path, a U
 
 @dataclass(frozen=True, kw_only=True)
 class Every(Options):
-    """When a run saves by itself; `save_every=500` and `save_every="10min"` say the first two.
+    """When ckpt saves; `save_every=500` and `save_every="10min"` are short for the first two.
 
         StateManager("runs/x", save_every=ckpt.Every(steps=500, epoch_end=True, exception=True), ...)
 
     Args:
-        steps: After every so many steps.
-        time: When so much time has passed since the last save or load, by rank 0's clock, as `"10min"`, `"90s"` or
-            `"1h30min"`: all ranks save after the same step.
-        epoch_end: At the end of every epoch of `epochs`.
-        exception: When an exception leaves the `with` block: the last complete step, if nothing has changed since, on
-            all ranks; a line says why not. It costs what capturing the state takes, after every step.
+        steps: Save every this many steps.
+        time: Save when this much time has passed since the last save or load, by rank 0's clock: `"10min"`, `"90s"` or
+            `"1h30min"`. All ranks save after the same step.
+        epoch_end: Save at the end of every epoch of `epochs`.
+        exception: When an exception leaves the `with` block, save the last complete step, if nothing has changed since
+            on any rank; otherwise ckpt logs why not. Costs the time to capture the state, after every step.
     """
 
     steps: Steps | None = None
@@ -87,33 +87,33 @@ class Every(Options):
 
     @property
     def period(self) -> int | str | None:
-        """The steps or the time between saves; None if the loop's end and its failures alone are saved, or nothing."""
+        """The steps or the time between saves; None if neither is set."""
         return self.steps or self.time
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions(Options):
-    """How checkpoints are captured and written.
+    """How ckpt captures and writes checkpoints.
 
     Args:
-        layout: "auto" saves what is sharded as shards, each rank its own, and everything else once; "full" gathers
-            everything into whole files; "sharded" also divides among the ranks what every rank has.
-        gradients: Save gradients too, so that a save in the middle of an accumulation window resumes exactly; None:
-            where such a window is open, or an accelerator accumulates.
-        background: Training continues while a checkpoint is written, unless a save says otherwise.
-        when_busy: A save that comes while another one is being written waits for it ("wait"), is left out ("skip"), or
-            waits in memory and is replaced by the next one if its turn has not come by then ("replace").
-        host_memory: What the staging buffer may take, as `"8GB"` or in bytes; where that is not enough, training waits
-            until a checkpoint is written.
-        device_memory: What a snapshot may take on each device until it is fetched, 0 for nothing; None: what training
-            has never needed, less a reserve.
-        read_back: Read a checkpoint in a local root from the disk after its commit, in the background, which proves it
-            and makes a restart on this machine read it from memory; None: from 16 MB of a rank on, when memory is
-            plentiful, and not on network filesystems.
-        sha256: The manifest has a SHA-256 of every block beside the hashes that find damage, for policies that demand
-            it; always so where checkpoints are signed.
-        on_nan: Before a save, if parameters are NaN or infinite: "raise" an error, "skip" the save, or "warn" and save;
-            None does not look. Each rank looks on the device, and all do the same.
+        layout: "auto" saves sharded state as shards, each rank its own, and everything else once; "full" gathers
+            everything into full files; "sharded" also divides replicated state among the ranks.
+        gradients: Save gradients too, so that a save in the middle of an accumulation window resumes exactly; None: if
+            such a window is open, or an accelerator accumulates.
+        background: Write checkpoints while training continues, unless a save says otherwise.
+        when_busy: If another save is still being written: "wait" for it, "skip" the new one, or "replace": the new one
+            waits in memory, and the next one replaces it if its turn has not come by then.
+        host_memory: Limit for the staging buffer, as `"8GB"` or in bytes; if that is too small, training waits until a
+            checkpoint is written.
+        device_memory: Limit for a snapshot on each device until it is fetched, 0 for none; None: the memory that
+            training has never needed, less a reserve.
+        read_back: After the commit in a local root, read the checkpoint back from the disk in the background. That
+            proves it, and a restart on this machine then reads it from memory. None: if a rank has 16 MB or more and
+            memory is plentiful, but not on network filesystems.
+        sha256: Record a SHA-256 of every block besides the hashes that find damage, for policies that demand it; signed
+            checkpoints always have it.
+        on_nan: If parameters are NaN or infinite before a save: "raise" an error, "skip" the save, or "warn" and save;
+            None does not check. Each rank checks on the device, and all do the same.
     """
 
     layout: Annotated[str, one_of(*LAYOUTS)] = "auto"
@@ -147,21 +147,21 @@ class RankOptions(Options):
 
     Args:
         timeout: Seconds to wait for a rank that gives no sign of life.
-        shared: All hosts see the same root; None: tried out where the launcher says that there are several hosts. Hosts
-            that do not share it keep what their ranks save, each in its own root, and load it from there; what a host
-            lacks is read from the mirror.
-        broadcast: When loading, read what all ranks of a host need once and pass it on among them; None: where the root
-            is remote.
-        handle_sigterm: Save and stop when the process is told to terminate.
-        handle_sigint: So, too, at Ctrl-C; the second interrupts at once.
-        save_on_sigusr1: Save after one of the next steps when any rank gets SIGUSR1, which SLURM sends before the time
-            is up, and continue.
-        grace: Seconds after SIGTERM or Ctrl-C in which the last save must be done; then the process ends without it.
-        alone: This process is a run of its own, in a root of its own, whatever other processes its launcher has
-            started, or are in its group.
-        process_group: The ranks that have this state, where they are not all of the job: one model of several that are
-            trained side by side, say. Only they build the manager, in a root of its own, where they are numbered from
-            0.
+        shared: All hosts see the same root; None: ckpt finds out if the launcher started several hosts. If hosts do not
+            share it, each keeps what its ranks save in its own root and loads it from there; it reads what it lacks
+            from the mirror.
+        broadcast: When loading, one rank of a host reads and passes the bytes on to the others; None: if the root is
+            remote.
+        handle_sigterm: Save and stop on SIGTERM.
+        handle_sigint: Save and stop on Ctrl-C; a second Ctrl-C interrupts at once.
+        save_on_sigusr1: Save and continue when any rank gets SIGUSR1, which SLURM sends before the time is up; ckpt
+            saves after one of the next steps.
+        grace: Seconds for the last save after SIGTERM or Ctrl-C; then the process ends without it.
+        alone: This process is a separate run with its own root, whatever other processes its launcher started or its
+            group has.
+        process_group: The ranks that share this state, if not all ranks of the job do: for example, one of several
+            models that train side by side. Only these ranks build the manager, with its own root, and are numbered from
+            0 there.
     """
 
     timeout: Seconds = 300.0
@@ -201,22 +201,22 @@ _Keep = Annotated[Keep, Must(is_kind(Keep), "a ckpt.Keep, for example Keep(last=
 
 @dataclass(frozen=True)
 class Mirror(Options):
-    """A second storage to which every committed checkpoint is copied in the background.
+    """A second storage. ckpt copies every committed checkpoint there in the background.
 
         StateManager("runs/x", mirror=ckpt.Mirror("s3://bucket/x", keep=ckpt.Keep(last=10), bandwidth="50MB"), ...)
 
-    A start whose root has no intact checkpoint waits for the mirror as long as the storage does: it may have one. After
-    SIGTERM the end waits 5 s at most, and not beyond `grace`. What was not copied by then is copied by the next run.
+    If the root has no intact checkpoint at the start, ckpt waits for the mirror as long as the storage tries: it may
+    have one. After SIGTERM the end waits at most 5 s, and not beyond `grace`. The next run copies what is missing.
 
     Args:
         url: A path, a URL or a storage.
-        keep: Which checkpoints are kept there; None: as in the root.
-        bandwidth: Bytes per second that copying may take, also as `"50MB"`.
-        backlog: How many checkpoints may wait to be copied; older ones are left out.
-        at_start: Seconds that the start of a run (building the manager, `resume`) waits for a remote mirror that gives
-            no sign of life; one that answers is waited for.
-        at_end: The same for its end.
-        storage_options: Credentials, endpoint and the like for this URL; None: those of the manager.
+        keep: Rules for which checkpoints to keep there; None: as in the root.
+        bandwidth: Limit in bytes per second, also as `"50MB"`.
+        backlog: How many checkpoints may wait for their copy; ckpt skips older ones.
+        at_start: Seconds to wait for a silent remote mirror at the start (building the manager, `resume`); ckpt always
+            waits for a mirror that answers.
+        at_end: Seconds to wait for a silent remote mirror at the end.
+        storage_options: Credentials, endpoint and the like for this URL; None: the manager's.
     """
 
     url: Place
@@ -243,12 +243,12 @@ class Mirror(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(Options):
-    """Snapshots in the hosts' memory, from which a restart on the same machines resumes; `memory=10` says the first.
+    """Snapshots in the hosts' memory. A restart on the same machines resumes from them; `memory=10` sets `every`.
 
     Args:
         every: Steps between snapshots.
-        rescue: Save the newest of these to the root when nobody restarts the run.
-        replicas: 1: the next host keeps a copy of them, with which the loss of a machine is cured, too.
+        rescue: If nobody restarts the run, save the newest snapshot to the root.
+        replicas: With 1, the next host keeps a copy of the snapshots, so that you can lose a machine.
     """
 
     every: Steps = 10
@@ -267,13 +267,13 @@ _PublicKeys = Annotated[_File, Must(is_path, "a path of a PEM file, or its text"
 
 @dataclass(frozen=True, kw_only=True)
 class Signing(Options):
-    """Who signs the checkpoints of a run, and whose signatures it believes. Without it, the environment says so.
+    """The key that signs the checkpoints of a run, and the keys that it trusts. Without it, the environment decides.
 
     Args:
-        key: An Ed25519 private key (path or text of a PEM file) that signs every checkpoint; None: that of
-            `CKPT_SIGN_KEY`, if it is set; True: the same, which must be set; False: none.
-        verify_key: Public keys that are trusted beside the own one; None: those of `CKPT_VERIFY_KEY`.
-        required: Refuse whatever none of these keys has signed; `resume` passes over it like a damaged one.
+        key: An Ed25519 private key (path or text of a PEM file) that signs every checkpoint. None: the key in
+            `CKPT_SIGN_KEY`, if set. True: the same, but it must be set. False: don't sign.
+        verify_key: Public keys to trust besides the run's own; None: the keys in `CKPT_VERIFY_KEY`.
+        required: Refuse checkpoints that none of these keys has signed; `resume` skips them like damaged ones.
     """
 
     key: _PrivateKey | None = field(default=None, repr=False)

@@ -38,13 +38,14 @@ def assert_exact_resume(
     """Run a training program straight, then kill it with SIGKILL and resume it, and compare every optimizer step.
 
     Args:
-        program: A script, started in new processes; or a function at the top level of a file, called with a root for
+        program: A script, which runs in new processes; or a function at the top level of a file, which gets a root for
             its checkpoints. A script's managers save into roots of the test's own.
-        *arguments: Of the script; `"{root}"` in one stands for that root, for scripts that use the folder themselves.
-        processes: Under torchrun if more than one.
-        kills: How often it is killed.
-        save_every: Overrides what the program says.
-        seed: Chooses the steps after which it is killed.
+        *arguments: Arguments of the script; `"{root}"` stands for that root, for scripts that use the folder
+            themselves.
+        processes: How many processes; more than one run under torchrun.
+        kills: How often to kill it.
+        save_every: Overrides the program's own setting.
+        seed: Chooses the steps after which to kill it.
         timeout: Seconds for each process.
 
     Returns:

@@ -30,7 +30,7 @@ with ckpt.StateManager("runs", model=model, dataloader=loader, save_every=1) as 
         if manager.progress.step == {until}:
             break
 """
-STARTS = "no checkpoint in .*runs.*"
+STARTS = "No checkpoint in .*runs.*"
 SAVED = r"saved .*runs/step-0000000\d: \d.* kB, training waited \d\.\d\d s, durable after \d\.\d\d s"
 FORGOTTEN = ".*that optimizer begins anew after a resume.*"
 RESUMED = (r"resumed from runs/step-00000002: step 2, .*", " +restored +model, rng, progress", " +continues +.*")
@@ -168,7 +168,7 @@ def test_a_handler_of_rich_is_a_console(tmp_path: Path, said: Said) -> None:
     lines = said("from rich.logging import RichHandler\nlogging.basicConfig(handlers=[RichHandler()])\n"
                            "logging.root.handlers[0].console.file = open('rich', 'w')")  # fmt: skip
     assert lines == []
-    assert "no checkpoint in" in " ".join((tmp_path / "rich").read_text().split())
+    assert "No checkpoint in" in " ".join((tmp_path / "rich").read_text().split())
 
 
 def test_a_logger_that_passes_nothing_on_is_heard_all_the_same(said: Said) -> None:

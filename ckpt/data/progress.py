@@ -52,10 +52,10 @@ class Progress:
     """Counters that a checkpoint keeps.
 
     Attributes:
-        epoch: That the loop is in.
-        batch: Batches of it that have been handed out.
+        epoch: The current epoch.
+        batch: Batches of this epoch that the loop has got.
         step: Calls of `manager.step()` or, attached to an accelerator, steps of its first optimizer.
-        samples: Of all ranks, over all epochs.
+        samples: Samples of all ranks, over all epochs.
     """
 
     epoch: int = 0

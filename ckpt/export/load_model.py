@@ -265,26 +265,26 @@ def load_model(
 ) -> dict[str, str]:
     """Load a model's tensors, from a checkpoint or from what another tool wrote.
 
-    The model may be wrapped, compiled or sharded; every rank makes this call, and reads what it holds. A published PEFT
-    adapter is loaded into a model that has one. Weights that Transformers renames or joins when it loads them are
-    renamed and joined by its rules.
+    The model may be wrapped, compiled or sharded; every rank makes this call, and reads what it holds. To load a
+    published PEFT adapter, pass a model that has one. If Transformers renames or joins weights when it loads them, ckpt
+    does the same.
 
-    Checkpoints are verified by their manifests, files of the Hub by their hashes there; without the network they come
-    from Hugging Face's cache, where a published model, or what was pulled, is. What is not on a local disk is read
-    once, and verified on the way: if it is damaged, the model holds a part of it already.
+    ckpt verifies checkpoints by their manifests, and files of the Hub by their hashes there. Without a network it takes
+    a published model, or what you pulled before, from Hugging Face's cache. It reads remote files only once, and
+    verifies them on the way: if they are damaged, the model already holds a part of them.
 
     Args:
-        source: A checkpoint, a root (its newest intact checkpoint is loaded, and a warning names newer ones), a folder
-            or file of safetensors, or whatever else `merge` reads, at a path or URL: `hub://user/repo`.
+        source: A checkpoint, a root (ckpt loads its newest intact checkpoint, and warns about newer ones), a folder or
+            file of safetensors, or whatever else `merge` reads, at a path or URL: `hub://user/repo`.
         model: The model to load into.
-        part: Which part, where it is not the model.
-        format: Which one to load, where a folder holds saves in several formats: `"deepspeed"`, `"hf"`.
-        strict: Whether everything must fit, or nothing is changed. Floating point of another dtype is cast, except from
-            a checkpoint of ours.
+        part: Which part, if not the model.
+        format: Which one to load, if a folder holds saves in several formats: `"deepspeed"`, `"hf"`.
+        strict: Everything must fit, or nothing is changed. ckpt casts floating point of another dtype, except from its
+            own checkpoints.
         storage_options: For a URL, as for `StateManager`: `{"token": ...}` for the Hub.
         timeout: Seconds that ranks wait for each other.
-        verify_key: As of `Signing`: you are warned of what none of its keys has signed.
-        require_signed: As `required` of `Signing`; files without a manifest are then refused, too.
+        verify_key: As in `Signing`: ckpt warns if none of these keys has signed the source.
+        require_signed: As `required` of `Signing`; ckpt then also refuses files without a manifest.
 
     Returns:
         What was skipped or is not exactly as it was saved, with the reasons.
@@ -292,7 +292,7 @@ def load_model(
     Raises:
         MissingError: There is nothing there, or no such part.
         MismatchError: It does not fit the model; nothing was changed.
-        DamagedError: It is not what was saved.
+        DamagedError: The bytes have changed since they were saved.
     """
     trust = open_trust(verify_key, required=require_signed)
     if not is_path(source):

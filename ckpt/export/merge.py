@@ -38,27 +38,28 @@ def merge(
 ) -> list[str]:
     """Write the tensors of a checkpoint as one safetensors file.
 
-    Tied weights are written once. Less than 256 MB are held in memory, and the output appears only when it is complete.
+    It writes tied weights once and holds less than 256 MB in memory. The output appears only when it is complete.
 
     Args:
-        source: A checkpoint of ours, or a file or folder of another tool that `convert` reads, at a path or URL. Of
-            DeepSpeed, the master weights are taken.
+        source: A ckpt checkpoint, or a file or folder of another tool that `convert` reads, at a path or URL. From
+            DeepSpeed it takes the master weights.
         destination: A file that ends with `.safetensors`, at a path or URL.
-        dtype: What floating point tensors are cast to.
-        max_shard_size: Bytes, or `"5GB"`, beyond which it is shards and `model.safetensors.index.json`.
-        part: Which part, where it is not the model.
-        format: Which one to read, where a folder holds saves in several formats: `"deepspeed"`, `"hf"`.
+        dtype: The dtype to cast floating point tensors to.
+        max_shard_size: The largest size of a file, in bytes or as `"5GB"`; a larger model becomes shards and
+            `model.safetensors.index.json`.
+        part: Which part, if not the model.
+        format: Which one to read, if a folder holds saves in several formats: `"deepspeed"`, `"hf"`.
         storage_options: Credentials and the like, for URLs on both sides.
-        verify_key: As of `Signing`: you are warned of what none of its keys has signed.
+        verify_key: As in `Signing`: ckpt warns if none of these keys has signed the source.
         require_signed: As `required` of `Signing`.
 
     Returns:
-        The URLs of what was written.
+        The URLs of the files.
 
     Raises:
         MissingError: There is nothing there, or no such part.
-        DamagedError: The source is not what was saved.
-        ConfigError: The source is of no kind that can be read, or the destination would overwrite a checkpoint.
+        DamagedError: The source's bytes have changed since they were saved.
+        ConfigError: ckpt can't read this kind of source, or the destination would overwrite a checkpoint.
     """
     output = _Destination.parse(destination, storage_options)
     options = ExportOptions.parse(dtype, max_shard_size)

@@ -239,38 +239,38 @@ def push_to_hub(
 ) -> str:
     """Publish the model of a checkpoint, sharded or not, or a folder of safetensors, in one commit.
 
-    The commit has everything: weights, `config.json`, tokenizer, what lies `beside`, and the model card. What the Hub
-    has is not sent again, so that an interrupted push continues where it was; if nothing has changed there is no
-    commit. With several processes the main one alone talks to the Hub, and the others wait.
+    The commit has everything: weights, `config.json`, tokenizer, the files in `beside`, and the model card. ckpt does
+    not send files again that the Hub has, so an interrupted push continues where it was. If nothing has changed, it
+    makes no commit. With several processes only the main one talks to the Hub, and the others wait.
 
     Args:
         source: A path or URL.
         repo_id: `user/name`; created if it does not exist.
-        private: Of a repository that is created.
+        private: Make a new repository private.
         revision: A branch; created if it does not exist.
-        commit_message: What the commit says.
-        create_pr: Propose it by a pull request; the main branch is as before.
-        token: None: `HF_TOKEN` or a login.
-        max_shard_size: Bytes, or `"5GB"`, beyond which there are several files.
-        dtype: What floating point tensors are cast to.
+        commit_message: The commit's message.
+        create_pr: Open a pull request instead; the main branch stays as it is.
+        token: A token for the Hub; None: `HF_TOKEN` or a login.
+        max_shard_size: The largest size of a file, in bytes or as `"5GB"`; a larger model becomes several files.
+        dtype: The dtype to cast floating point tensors to.
         card: False for no model card, or a dict for its front matter: `{"license": "apache-2.0"}`.
-        tokenizer: Its files are in the commit.
-        processor: So are those of this.
-        beside: A folder whose files are in the commit: a tokenizer, a config; no weights.
-        part: Which model, where there are several.
-        format: Which one to push, where a folder holds saves in several formats: `"deepspeed"`, `"hf"`.
+        tokenizer: A tokenizer to add to the commit.
+        processor: A processor to add to the commit.
+        beside: A folder with more files for the commit: a tokenizer, a config; no weights.
+        part: Which model, if there are several.
+        format: Which one to push, if a folder holds saves in several formats: `"deepspeed"`, `"hf"`.
         storage_options: For a `source` that is a URL, as for the manager.
         timeout: Seconds to wait for other ranks.
-        verify_key: As of `Signing`: you are warned of what none of its keys has signed.
+        verify_key: As in `Signing`: ckpt warns if none of these keys has signed the source.
         require_signed: As `required` of `Signing`.
 
     Returns:
         The URL of the commit, or of the pull request.
 
     Raises:
-        UntrustedError: A signature is required, and the source has none of a key that is trusted here.
-        DeniedError: The token is missing, or may not write there.
-        StorageError: The Hub did not take it; nothing has changed there.
+        UntrustedError: You require a signature, and no trusted key has signed the source.
+        DeniedError: The token is missing, or can't write there.
+        StorageError: The Hub did not accept it; nothing has changed there.
     """
     target = HubTarget.of(repo_id, revision, token, private, commit_message, card, create_pr)
     processors = check_processors(tokenizer=tokenizer, processor=processor)

@@ -150,16 +150,16 @@ def attach(
         accelerator.save_state()            # as before
         accelerator.load_state()
 
-    The rest of a script is unchanged: a `for` over a prepared loader continues where it stopped, and
-    `accelerator.skip_first_batches` takes that into account. Attaching again closes the manager attached before.
+    The rest of your script stays the same: a `for` over a prepared loader continues where it stopped, and
+    `accelerator.skip_first_batches` takes that into account. If you attach again, ckpt closes the previous manager.
 
     Args:
-        accelerator: Whose `save_state` and `load_state` are replaced.
-        root: May be left out where the accelerator's project has a `project_dir`.
+        accelerator: The accelerator; ckpt replaces its `save_state` and `load_state`.
+        root: The place for the checkpoints. You can leave it out if the accelerator's project has a `project_dir`.
         main_process_saves: For scripts that call `save_state` under `if accelerator.is_main_process`. The other ranks
             join that save before they read their next batch of a prepared loader, or in `wait_for_everyone()`. Every
             rank asks the main one there, which costs a request to the store for each batch.
-        **options: Those of `StateManager`.
+        **options: Options of `StateManager`.
     """
     if not isinstance(main_process_saves, bool):
         raise ConfigError(f"main_process_saves={main_process_saves!r} must be True or False.")

@@ -125,7 +125,7 @@ _MODEL = "model"  # the part in which other tools expect them
 
 
 class CkptIO(CheckpointIO):  # type: ignore[misc]
-    """Checkpoints of Lightning that are atomic, hashed, free of pickles, and written while training continues.
+    """Makes Lightning's checkpoints atomic, hashed and free of pickles, and writes them while training continues.
 
         Trainer(plugins=[CkptIO()], callbacks=[ModelCheckpoint("checkpoints")])
         trainer.fit(model, ckpt_path=CkptIO.newest("checkpoints"))      # the newest intact one, or a fresh start
@@ -147,7 +147,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
 
     @staticmethod
     def newest(folder: str | os.PathLike[str]) -> str | None:
-        """The path of the newest intact checkpoint in a folder, every byte verified; None if it has no checkpoint."""
+        """Return the path of the newest intact checkpoint in a folder, every byte verified; None if it has none."""
         storage = open_storage(folder)
         with ExitStack() as held:
             choice = choose(
@@ -234,8 +234,8 @@ class CkptGenerators(Callback):  # type: ignore[misc]
 
         Trainer(plugins=[CkptIO()], callbacks=[ModelCheckpoint("checkpoints"), CkptGenerators()])
 
-    Within an epoch that requires a loader with a position of its own, such as torchdata's `StatefulDataLoader`, and on
-    several ranks a `DistributedSampler` in it: a warning names a loader without.
+    To resume exactly within an epoch, use a loader with a `state_dict`, such as torchdata's `StatefulDataLoader`, and
+    on several ranks a `DistributedSampler` in it; otherwise ckpt warns and names the loader.
 
     Args:
         timeout: Seconds to wait for a rank that gives no sign of life.
@@ -370,21 +370,21 @@ def verify(storage: Storage, manifest: Manifest) -> None:
 
 
 class CkptMemory(Callback):  # type: ignore[misc]
-    """Takes the state into host memory every so many steps: a restart on the same machine loses that many at most.
+    """Copies the state into host memory every few steps: a restart on the same machine loses at most that many.
 
         memory = CkptMemory("checkpoints", every=10)        # the folder of the ModelCheckpoint
         callbacks = [ModelCheckpoint("checkpoints"), CkptGenerators(), memory]
         Trainer(plugins=[CkptIO()], callbacks=callbacks).fit(model, ckpt_path=memory.newest())
 
-    The ranks must be on one host: Lightning has its checkpoints from the first of them.
+    The ranks must be on one host, because Lightning's first rank writes its checkpoints.
 
     Args:
-        folder: That of the ModelCheckpoint.
+        folder: The folder of the ModelCheckpoint.
         every: Steps between snapshots.
-        rescue: Save the newest to the folder when nobody restarts the run.
+        rescue: If nobody restarts the run, save the newest snapshot to the folder.
 
     Raises:
-        ConfigError: `every` is no number of steps.
+        ConfigError: `every` is not a number of steps.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, every: int, rescue: bool = False) -> None:
@@ -396,7 +396,7 @@ class CkptMemory(Callback):  # type: ignore[misc]
         self.tier: MemoryTier | None = None  # on the first rank, while it trains
 
     def newest(self) -> str | None:
-        """The path of the newest intact snapshot or checkpoint, every byte verified; None if there is none."""
+        """Return the path of the newest intact snapshot or checkpoint, every byte verified; None if neither exists."""
         tier = self._build(Saver(RootWriter(self._storage, SingleProcess())))
         with ExitStack() as held:
             held.callback(lambda: tier.close(keep=True))

@@ -16,10 +16,10 @@ def export_merged(url: str | os.PathLike[str], model: Any, folder: str | os.Path
         export_merged("runs/lora/step-00001000", get_peft_model(base, config), "merged")
 
     Args:
-        url: A checkpoint, or a root: then the newest intact one is loaded.
-        model: A `PeftModel`, built as it was for training: the checkpoint's weights are loaded into it, and merging
+        url: A checkpoint, or a root for its newest intact checkpoint.
+        model: A `PeftModel`, built as it was for training. ckpt loads the checkpoint's weights into it, and merging
             unloads its adapters.
-        folder: Where it is written.
+        folder: The folder to write.
 
     Raises:
         ConfigError: The model has no adapters.

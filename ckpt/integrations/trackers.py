@@ -30,7 +30,7 @@ def numbers(report: SaveReport) -> dict[str, float]:
 
 
 def tensorboard(writer: Any) -> Callback:
-    """For a `SummaryWriter`: scalars at the step of the checkpoint."""
+    """Report to a TensorBoard `SummaryWriter`: scalars at the step of the checkpoint."""
 
     def record(report: SaveReport) -> None:
         if not report.mirrored:
@@ -41,7 +41,7 @@ def tensorboard(writer: Any) -> Callback:
 
 
 def wandb(run: Any = None) -> Callback:
-    """For a run of Weights & Biases, by default the current one: sent with what the script logs next."""
+    """Report to a run of Weights & Biases, by default the current one, with your script's next log call."""
 
     def record(report: SaveReport) -> None:
         if not report.mirrored:
@@ -52,7 +52,7 @@ def wandb(run: Any = None) -> Callback:
 
 
 def mlflow(run_id: str | None = None) -> Callback:
-    """For the active run of MLflow, or the one with this id."""
+    """Report to the active run of MLflow, or the one with this id."""
 
     def record(report: SaveReport) -> None:
         if not report.mirrored:
@@ -64,9 +64,9 @@ def mlflow(run_id: str | None = None) -> Callback:
 
 
 def prometheus(path: str | os.PathLike[str], **labels: str) -> Callback:
-    """A text file for Prometheus' node exporter, replaced at every save: `prometheus("textfiles/x.prom", run="x")`.
+    """Write a text file for Prometheus' node exporter at every save: `prometheus("textfiles/x.prom", run="x")`.
 
-    Beside the numbers of the newest save it has its step, its time, and how many the mirror lacks.
+    Besides the numbers of the newest save, it has its step, its time, and how many checkpoints the mirror lacks.
     """
     target, behind = Path(path), set[str]()
     shown = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())

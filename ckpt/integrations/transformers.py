@@ -120,8 +120,9 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
     wrote. As long as the root has no checkpoint, True means the last of those folders in `output_dir`.
 
     Args:
-        root: A path, a URL or a storage.
-        **options: Of `StateManager`: `keep`, `mirror`, `storage_options`, `saving`, `ranks`, `memory`, `signing`.
+        root: The place for the checkpoints: a path, a URL or a storage.
+        **options: Options of `StateManager`: `keep`, `mirror`, `storage_options`, `saving`, `ranks`, `memory`,
+            `signing`.
     """
 
     def __init__(self, root: str | os.PathLike[str] | Storage, **options: Any) -> None:

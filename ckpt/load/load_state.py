@@ -40,22 +40,22 @@ _log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What was restored, what could only be approximated, what was left out, and from where.
+    """What a load restored, approximated and left out, and from where.
 
     Attributes:
-        name: Of the checkpoint.
-        url: Where it is.
-        run: The run's identity, the same over all its resumes.
+        name: The checkpoint's name.
+        url: Its URL or path.
+        run: The id of the run, which stays the same over all resumes.
         progress: Epoch, batch, step and samples.
-        metrics: Those of the checkpoint.
-        restored: The parts.
+        metrics: The checkpoint's metrics.
+        restored: The restored parts.
         resharded: Parts that were sharded over ranks in another way when they were saved.
-        approximated: What is not exactly as it was, with the reason.
-        skipped: What was left out, with the reason.
-        passed_over: Newer checkpoints that could not be used, with the reason.
-        from_memory: It was a snapshot in memory, between the checkpoints of the root.
-        root_step: Then, the step of the root's newest; None if it has none.
-        begins_at: Where the next `for` over each loader begins.
+        approximated: Everything that is not exactly as it was, with the reason.
+        skipped: Everything that was left out, with the reason.
+        passed_over: Newer checkpoints that ckpt could not use, with the reason.
+        from_memory: True if it was a snapshot in memory, between the checkpoints of the root.
+        root_step: Then, the step of the root's newest checkpoint; None if it has none.
+        begins_at: The batch at which the next `for` over each loader begins.
     """
 
     name: str

@@ -566,15 +566,15 @@ _READERS = 32  # threads that read manifests from an object store
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint as it is listed.
+    """A checkpoint in a listing.
 
     Attributes:
-        name: Of its folder.
-        url: Where it is.
-        manifest: What it says of itself: step, metrics, files. None if it is not committed, or not readable.
+        name: The name of its folder.
+        url: Its URL or path.
+        manifest: Its manifest, with step, metrics and files; None if it is not committed, or not readable.
         problem: Why there is no manifest.
-        flaw: What is wrong with `manifest.json`, if its copy was read in its place.
-        indexed: What the index of the root says, where that has spared reading the manifest.
+        flaw: What is wrong with `manifest.json`, if ckpt read its copy instead.
+        indexed: What the index of the root says, if ckpt took that instead of reading the manifest.
     """
 
     name: str
@@ -697,19 +697,19 @@ def _commit_order(checkpoint: Checkpoint) -> tuple[int, str, str]:
 def list_checkpoints(
     root: str | os.PathLike[str] | Storage, *, storage_options: Mapping[str, Any] | None = None
 ) -> Checkpoints:
-    """The checkpoints below a root, newest first. Those without a manifest were never committed and come last.
+    """List the checkpoints in a root, newest first. Those without a manifest were never committed and come last.
 
-    Reads manifests only; `verify` reads every byte.
+    It reads only manifests; `verify` reads every byte.
 
     Args:
-        root: A folder or prefix; one in which nothing was saved yet has none.
+        root: A folder or prefix. If nothing was saved there yet, the list is empty.
         storage_options: As for the manager.
 
     Returns:
-        A list, which is a table in notebooks.
+        A list, which notebooks show as a table.
 
     Raises:
-        StorageError: A repository of the Hub that does not exist, or that this account may not see.
+        StorageError: A repository of the Hub does not exist, or this account can't see it.
     """
     storage = open_storage(root, **settings(storage_options))
     found = scan(storage)

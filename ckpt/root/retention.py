@@ -16,20 +16,20 @@ from ckpt.util.option_values import Must, Options, Steps, is_count, is_kind, one
 
 @dataclass(frozen=True, kw_only=True)
 class Keep(Options):
-    """Which checkpoints are kept: each that any of the rules keeps, and the newest always.
+    """Rules for which checkpoints to keep: ckpt keeps one if any rule keeps it, and always keeps the newest.
 
         Keep(last=3)
         Keep(last=2, best=1, metric="accuracy", mode="max", every=10_000)
 
-    While `best` is set and no checkpoint has the metric, nothing is removed, and a warning is logged once: a mistyped
-    name must not cost the best ones.
+    If `best` is set and no checkpoint has the metric, ckpt removes nothing and warns once: a mistyped name must not
+    cost you the best ones.
 
     Args:
-        last: So many of the newest.
-        best: So many of the best by the metric.
-        metric: A name that `step(metrics=...)` or `save_state(metrics=...)` gives.
-        mode: Whether the best are those with the "min" or the "max" of it.
-        every: Each whose step this divides.
+        last: Keep this many of the newest.
+        best: Keep this many of the best by the metric.
+        metric: A name that you pass to `step(metrics=...)` or `save_state(metrics=...)`.
+        mode: "min" if the lowest values are the best, "max" if the highest are.
+        every: Keep each checkpoint whose step is a multiple of this.
     """
 
     last: Annotated[int, Must(is_count, "1 or more: the newest checkpoint is never removed")] = 1

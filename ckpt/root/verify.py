@@ -251,18 +251,18 @@ def verify(
     verify_key: KeySource | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, list[str]]:
-    """What is wrong with a checkpoint, or with each checkpoint of a root.
+    """Find what is wrong with a checkpoint, or with each checkpoint of a root.
 
-    Every file is read and compared with the hashes in its manifest; where hosts have separate roots, the files of this
-    root. A run may write to the root meanwhile: checkpoints that are being saved or removed are left out.
+    It reads every file and compares it with the hashes in its manifest; if hosts have separate roots, the files of this
+    root. A run may write to the root meanwhile: `verify` leaves out checkpoints that are being saved or removed.
 
     Args:
         url: A root or a checkpoint.
-        verify_key: As of `Signing`: it is then also wrong if none of its keys has signed a checkpoint.
+        verify_key: As in `Signing`: a checkpoint that none of these keys has signed then counts as wrong too.
         storage_options: As for the manager.
 
     Returns:
-        What was found, by name: an empty list means intact.
+        The problems of each checkpoint, by name: an empty list means intact.
 
     Raises:
         MissingError: There is neither a root nor a checkpoint.

@@ -33,18 +33,18 @@ _REMEMBERED = 100  # checkpoints that may still be on their way to the mirror
 
 @dataclass(frozen=True)
 class SaveReport:
-    """A checkpoint that is committed.
+    """A report of a committed checkpoint.
 
     Attributes:
-        name: Of the checkpoint.
-        url: Where it is.
-        step: At which it was saved.
+        name: The checkpoint's name.
+        url: Its URL or path.
+        step: The step at which it was saved.
         size: Bytes of all its files.
-        linked: Bytes of those that an earlier checkpoint has already, stored once.
+        linked: Bytes of files that an earlier checkpoint already has, stored once.
         blocked: Seconds that training waited for it.
         durable: Seconds from the call until it was committed and durable.
-        mirrored: Whether the mirror has it, None without a mirror; a second report says when it does.
-        metrics: Those of the checkpoint.
+        mirrored: True once the mirror has it (in a second report); None without a mirror.
+        metrics: The checkpoint's metrics.
     """
 
     name: str

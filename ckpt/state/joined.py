@@ -42,14 +42,14 @@ class Joined:
         StateManager(root, model=Joined(parts), optimizer=Joined(optimizers), scheduler=Joined(schedulers))
 
     Models: the parts of a model that this rank has, for example its stages of a pipeline, as modules or as
-    `PipelineStage`s of torch.distributed.pipelining. Names are those in the parts, which must be names of the whole
-    model. Optimizers: one for each part or for each parameter, all of one class. Schedulers and scalers: all have the
-    same state.
+    `PipelineStage`s of torch.distributed.pipelining. Parameters must have the names that they have in the full model.
+    Optimizers: one for each part or for each parameter, all of one class. Schedulers and scalers: all have the same
+    state.
 
     Args:
-        objects: All of this rank. Of models, a dict gives each part a prefix, for parts whose names begin anew
-            (`{"stages.3": part}`); of optimizers, the keys are of no importance (a dict by names of parameters, which
-            have dots, is joined without being told so).
+        objects: All objects of this rank. For models, a dict gives each part a prefix, if each starts its names from
+            zero (`{"stages.3": part}`). For optimizers, the keys don't matter (ckpt joins a dict by names of
+            parameters, which have dots, even without `Joined`).
 
     Raises:
         ConfigError: There is nothing to join.

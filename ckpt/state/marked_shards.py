@@ -56,17 +56,17 @@ def mark_sharded(module: nn.Module, dim: int = 0, *, mesh: Any = None, names: It
 
     For parameters that no wrapper divides, such as the experts that every rank has of its own. Their state, and that of
     the optimizer, is then saved as of one tensor, which any number of ranks can load. Without it every rank saves its
-    own, for as many ranks. Without a process group this does nothing: the parameters are whole. What was saved without
-    the mark is loaded first, then marked.
+    own, for as many ranks. Without a process group this does nothing: the parameters are complete. If a checkpoint was
+    saved without the mark, load it first, then mark.
 
     Args:
-        module: Whose parameters these are.
+        module: The module with these parameters.
         dim: The dimension that is divided.
         mesh: A device mesh of one dimension, or a process group of all ranks; None: all ranks.
-        names: Of the parameters, as `module.named_parameters()` has them; None: all.
+        names: Names of parameters, as in `module.named_parameters()`; None: all.
 
     Raises:
-        ConfigError: Parameters that cannot be marked; all of them are named.
+        ConfigError: Some parameters can't be marked; the error names all of them.
     """
     named = dict(module.named_parameters(remove_duplicate=False))
     wanted = list(named) if names is None else list(names)

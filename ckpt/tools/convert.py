@@ -373,14 +373,14 @@ def convert(
     verify_key: KeySource | None = None,
     require_signed: bool = False,
 ) -> Converted:
-    """Convert a checkpoint from any format that is read to any that is written.
+    """Convert a checkpoint between formats.
 
-    No pickle is executed. The output appears when it is complete, and never replaces anything. Tensors are streamed.
+    It executes no pickle, and streams tensors. The output appears when it is complete, and never replaces anything.
     docs/converting.md has a table of what each format holds.
 
     Args:
-        source: A checkpoint of ours, whole or sharded, or of torch.distributed.checkpoint, Accelerate, DeepSpeed (ZeRO
-            0 to 3, universal), Lightning, Megatron-Core (`torch_dist`), the Trainer, a file of `torch.save`, or
+        source: A checkpoint of ckpt, full or sharded, of torch.distributed.checkpoint, Accelerate, DeepSpeed (ZeRO 0 to
+            3, universal), Lightning, Megatron-Core (`torch_dist`) or the Trainer, a file of `torch.save`, or
             safetensors, at a path or URL.
         destination: For `"ckpt"` a root; for the others a new file or folder on a disk.
         to: `"ckpt"`; `"hf"`, a folder with `model.safetensors` and the configuration that was beside the source;
@@ -388,12 +388,13 @@ def convert(
             `accelerator.load_state` with as many processes as saved it; `"torch"`, a file for
             `torch.load(weights_only=True)`; `"lightning"`, a file for `Trainer.fit(ckpt_path=...)`; `"megatron"`, a
             folder for `megatron.core.dist_checkpointing.load`, of a model that has Megatron's names.
-        format: Which of them the source is. Only needed for a folder that holds saves in several formats.
-        name: Of a checkpoint in a root; that of the source if none is given.
-        max_shard_size: For `"hf"`: bytes, or `"5GB"`, beyond which it is shards and an index.
-        sign: For `"ckpt"`, as `key` of `Signing`; others know no signatures. Of a checkpoint of ours, only what this
-            key or one of `verify_key` has signed is signed again.
-        verify_key: As of `Signing`: you are warned of what none of its keys has signed.
+        format: The format of the source. You only need it if a folder holds saves in several formats.
+        name: The name of the new checkpoint in a root; by default the source's.
+        max_shard_size: For `"hf"`: the largest size of a file, in bytes or as `"5GB"`; a larger model becomes shards
+            and an index.
+        sign: For `"ckpt"`, as `key` of `Signing`; other formats have no signatures. ckpt signs one of its own
+            checkpoints again only if this key or one of `verify_key` has signed it.
+        verify_key: As in `Signing`: ckpt warns if none of these keys has signed the source.
         require_signed: As `required` of `Signing`.
 
     Returns:
@@ -401,9 +402,9 @@ def convert(
 
     Raises:
         MissingError: There is nothing to convert.
-        DamagedError: The source is not what was saved.
-        UntrustedError: The source is not signed by a key that you trust, and you required or wanted to sign it.
-        ConfigError: The source is of no kind that is read, or there is something at the destination.
+        DamagedError: The source's bytes have changed since they were saved.
+        UntrustedError: No key that you trust has signed the source, and you require a signature or want to sign it.
+        ConfigError: ckpt can't read this kind of source, or there is something at the destination.
     """
     if to not in WRITTEN:
         raise ConfigError(f"to={to!r} is none of {', '.join(WRITTEN)}.")

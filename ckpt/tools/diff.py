@@ -136,8 +136,8 @@ _REFERENCES = {"$tensor", "$strided", "$unsharded"}
 class Difference:
     """A tensor or a value that differs: what each of the two checkpoints has, `-` for nothing.
 
-    Of tensors of the same shape, the number of elements that differ, the largest difference, and the relative one: the
-    RMS of the difference over the RMS of the first. NaN where an element is no number; infinite where the first was 0.
+    If tensors have the same shape, it has the number of elements that differ, the largest difference, and the relative
+    one: the RMS of the difference over the RMS of the first. NaN if an element is NaN; infinite if the first was 0.
     """
 
     name: str
@@ -185,16 +185,16 @@ def diff(
 ) -> Diff:
     """Compare two checkpoints, tensor by tensor and value by value.
 
-    How a checkpoint is laid out makes no difference. Of two of ours, files with the same hashes are not read. Little is
-    held in memory.
+    The layout of a checkpoint makes no difference. Between two ckpt checkpoints, it does not read files with the same
+    hashes. It needs little memory.
 
     Args:
-        first: A checkpoint of ours, or whatever else `merge` reads, at a path or URL.
+        first: A ckpt checkpoint, or whatever else `merge` reads, at a path or URL.
         second: The same.
-        part: Only this part. Otherwise all parts of two checkpoints of ours, and of others the model.
-        format: Which one to compare, where a folder holds saves in several formats: `"deepspeed"`, `"hf"`.
+        part: Only this part. By default all parts of two ckpt checkpoints; for other formats, the model.
+        format: Which one to compare, if a folder holds saves in several formats: `"deepspeed"`, `"hf"`.
         storage_options: Credentials and the like, for URLs on both sides.
-        verify_key: As of `Signing`: you are warned of what none of its keys has signed.
+        verify_key: As in `Signing`: ckpt warns if none of these keys has signed them.
         require_signed: As `required` of `Signing`.
 
     Returns:
@@ -202,7 +202,7 @@ def diff(
 
     Raises:
         MissingError: There is nothing there, or no such part.
-        DamagedError: One of them is not what was saved.
+        DamagedError: The bytes of one of them have changed since they were saved.
     """
     trust = open_trust(verify_key, required=require_signed)
     with ExitStack() as held:

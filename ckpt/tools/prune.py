@@ -27,7 +27,7 @@ GRACE = 24 * 3600.0  # seconds
 
 @dataclass(frozen=True, kw_only=True)
 class Pruned:
-    """What was removed, or would be, and what was kept.
+    """What `prune` removed, or would remove, and what it kept.
 
     Attributes:
         url: The root.
@@ -63,14 +63,14 @@ def prune(
 ) -> Pruned:
     """Remove the checkpoints that `keep` does not keep, and what crashed saves left.
 
-    The newest intact one is always kept, and so is one that is being read. What a save under way writes or replaces is
-    never touched. A run may use the root meanwhile: leftovers are then kept, and the next start of a run removes them.
+    It always keeps the newest intact checkpoint, and any that is being read. It never touches what a save under way
+    writes or replaces. If a run uses the root meanwhile, it keeps leftovers; the next start of a run removes them.
 
     Args:
         root: A path, a URL or a storage.
-        keep: Which checkpoints are kept; None: all.
-        grace: Seconds; leftovers that are younger are kept.
-        verify: Read every byte of the newest before anything is removed; otherwise sizes alone are compared.
+        keep: Rules for which checkpoints to keep; None keeps all.
+        grace: Keep leftovers younger than this many seconds.
+        verify: Read every byte of the newest before removing anything; otherwise compare only sizes.
         dry_run: Remove nothing.
         storage_options: As for the manager.
 
@@ -79,7 +79,7 @@ def prune(
 
     Raises:
         MissingError: There is nothing at the root.
-        StorageError: The newest cannot be read. Nothing was removed.
+        StorageError: The newest checkpoint can't be read. Nothing was removed.
         MetricError: No checkpoint has the metric of `keep`. Nothing was removed.
     """
     _refuse_nonsense(keep, grace)

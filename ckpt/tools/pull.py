@@ -227,21 +227,22 @@ def pull(
 ) -> str:
     """Copy a repository, or what is at a URL or in a folder, to another place.
 
-    A checkpoint becomes a folder below `destination`, from which a run can resume. Each appears when it is complete and
-    matches its hashes; an interrupted copy is continued. Other files are copied as they are. Little is held in memory.
+    A checkpoint becomes a folder below `destination`, from which a run can resume. It appears when it is complete and
+    matches its hashes. If a copy was interrupted, the next one continues it. ckpt copies other files as they are. It
+    needs little memory.
 
-    Files of the Hub come through Hugging Face's cache: those in it are not fetched again, and are used where the Hub
-    cannot be reached.
+    Files of the Hub come through Hugging Face's cache: ckpt does not fetch cached ones again, and uses them if it can't
+    reach the Hub.
 
     Args:
         source: `user/repo`, unless that is a folder here; `hub://user/repo@revision/path`; any other path or URL. A
             checkpoint, or a root.
-        destination: A path or URL. Other files there are kept.
-        step: Of a root, the checkpoint of this step alone; None: all.
-        revision: Of the Hub: a branch, tag or commit.
-        token: Of the Hub, on either side; None: `HF_TOKEN` or a login.
-        storage_options: For URLs on both sides; where one is on the Hub, for the other.
-        verify_key: As of `Signing`.
+        destination: A path or URL. Other files there stay.
+        step: From a root, copy only the checkpoint of this step; None: all.
+        revision: A branch, tag or commit on the Hub.
+        token: A token for the Hub, on either side; None: `HF_TOKEN` or a login.
+        storage_options: For URLs on both sides; if one is on the Hub, for the other.
+        verify_key: As in `Signing`.
         require_signed: Copy neither checkpoints that no such key has signed, nor files without a manifest.
 
     Returns:
