@@ -118,10 +118,6 @@ def _joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any] 
     return {_STATE: entries, _GROUPS: groups, **extra}
 
 
-def _rest(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if key not in (_STATE, _GROUPS)}
-
-
 def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any] | None:
     if any(other[key] != value for key, value in one.items() if key in other):
         return None
