@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import xxhash
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
@@ -372,13 +372,13 @@ class Repartition:
         if None in (then.window, self.now.window):
             return changes
         unit = (then.batch, self.now.batch) if changes else (then.window, self.now.window)
-        gone = position.batches * int(unit[0] or 0)
-        position.batches, again = divmod(gone, int(unit[1] or 1))
+        gone = position.batches * cast(int, unit[0])
+        position.batches, again = divmod(gone, cast(int, unit[1]))
         if changes:
             return changes
         if again:
             position.contents = {}
-        position.samples = position.batches * int(self.now.batch or 0)
+        position.samples = position.batches * cast(int, self.now.batch)
         repeated = f". The last {again} of them are seen again" if again else ""
         return {"data": _describe(then, self.now, gone) + repeated}
 

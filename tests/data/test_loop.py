@@ -414,6 +414,18 @@ def test_the_first_step_of_an_epoch_is_told_with_its_number() -> None:
     assert epochs == [0, 1]
 
 
+def test_a_step_without_an_optimizer_is_training_too() -> None:
+    script = Script()
+    script.loop._hooks[0].remove()
+    epochs: list[int] = []
+    script.loop.on_training = epochs.append
+    for _ in script.batches():
+        script.call_step()
+    assert epochs == [0]
+    script.note("end")
+    assert script.lines[-2:] == ["0/3 step 3 samples 6 at:3", "1/0 step 3 samples 6 end"]
+
+
 def test_samples_are_those_of_all_ranks_and_only_rank_0_warns(caplog: pytest.LogCaptureFixture) -> None:
     class Third(SingleProcess):
         rank, world_size = 2, 4
