@@ -220,6 +220,33 @@ def test_the_last_batch_of_a_stream_is_noted_before_the_loop_asks_for_more() -> 
         assert [tracked.state()["exhausted"] for _ in tracked.take(0)] == [False, False, noted]
 
 
+@pytest.mark.parametrize("make", [_shuffled, lambda: DataLoader(StatefulStream(), 2), lambda: DataLoader(Stream(), 2)])
+@pytest.mark.parametrize("batches", [2, None])
+def test_arrival_is_told_with_the_generators_from_before_and_those_of_the_start_are_captured(
+    make: Callable[[], Any], batches: int | None
+) -> None:
+    torch.manual_seed(3)
+    start = rng.capture()
+    first = TrackedLoader(make(), 0, 1)
+    _take(first, batches)
+    saved = first.state()
+    assert not rng.differ(saved["rng"], start)
+    torch.manual_seed(8)
+    now = rng.capture()
+    told: list[tuple[bool, dict[str, Any]]] = []
+    resumed = TrackedLoader(make(), 0, 1)
+    resumed.go_back(saved, lambda done, before: told.append((done, before)), lambda text: None)
+    assert told == []
+    assert len(_take(resumed)) == (4 if batches else 0)
+    ((done, before),) = told
+    assert done is (batches is None)
+    assert not rng.differ(before, now)
+    fresh = TrackedLoader(make(), 0, 1)
+    fresh._cursor.on_arrival = lambda done, before: told.append((done, before))
+    _take(fresh)
+    assert len(told) == 1  # there was no saved position to arrive at
+
+
 def test_generators_of_a_loader_are_as_they_were_at_the_save_and_at_the_end() -> None:
     def make() -> DataLoader[Any]:
         return DataLoader(TensorDataset(torch.arange(12)), 2, shuffle=True, generator=torch.Generator().manual_seed(3))

@@ -209,10 +209,13 @@ def test_what_a_checkpoint_brings_is_not_undone_by_what_a_script_begins_with() -
 
 
 def test_plain_is_a_single_number_text_or_none() -> None:
-    assert [is_plain(value) for value in (1, 1.5, True, "x", None, np.int64(1))] == [True] * 6
-    assert [is_plain(value) for value in ([], {}, torch.tensor(1), object(), np.ones(1))] == [False] * 5
-    assert [are_plain(value) for value in ({}, {"a": 1}, {"a": [1]})] == [True] * 3
-    assert [are_plain(value) for value in ([], {1: 1}, {"a": object()}, None)] == [False] * 4
+    cases: dict[bool, tuple[list[Any], list[Any]]] = {
+        True: ([1, 1.5, True, "x", None, np.int64(1)], [{}, {"a": 1}, {"a": [1]}]),
+        False: ([[], {}, torch.tensor(1), object(), np.ones(1)], [[], {1: 1}, {"a": object()}, None]),
+    }
+    for expected, (single, several) in cases.items():
+        assert {is_plain(value) for value in single} == {expected}
+        assert {are_plain(value) for value in several} == {expected}
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------

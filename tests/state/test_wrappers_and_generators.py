@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
@@ -52,7 +52,8 @@ def test_names_are_those_of_the_model_without_its_wrappers() -> None:
     named = [name for name, _ in inner.named_parameters()]
     assert [clean_name(inner, name) for name in named] == expected
     assert list(parameter_names(inner).values()) == expected
-    assert unwrap.unwrap(DataParallel(torch.compile(inner))) is inner  # type: ignore[arg-type]
+    compiled: Any = torch.compile(inner)
+    assert unwrap.unwrap(DataParallel(compiled)) is inner
     plain = nn.Sequential(nn.Linear(1, 1))
     assert clean_names(plain, ["0.weight", "x"]) == {"0.weight": "0.weight", "x": "x"}
     assert clean_names(inner, []) == {}
@@ -89,10 +90,10 @@ def test_a_model_is_walked_once_while_that_is_remembered() -> None:
 
 
 def test_gradients_are_found_by_name() -> None:
-    model = nn.Sequential(checkpoint_wrapper(nn.Linear(1, 1)), nn.Linear(1, 1))
+    model: Any = nn.Sequential(checkpoint_wrapper(nn.Linear(1, 1)), nn.Linear(1, 1))
     assert gradients(model) == {}
-    for parameter in (*model[0].parameters(), model[1].weight):  # type: ignore[union-attr]
-        parameter.grad = torch.ones_like(parameter)  # type: ignore[union-attr]
+    for parameter in (*model[0].parameters(), model[1].weight):
+        parameter.grad = torch.ones_like(parameter)
     assert list(gradients(model)) == ["0.weight", "0.bias", "1.weight"]
     assert list(gradients(model, frozenset({id(model[1].weight)}))) == ["1.weight"]
 
@@ -154,10 +155,11 @@ def test_runs_of_numbers_are_written_as_pairs_and_read_back() -> None:
     assert [ddp._runs(numbers) for numbers, _ in cases] == [runs for _, runs in cases]
     assert ddp._layout([[[2, 3]], [[1, 0]]], 4) == ((2, 3), (1, 0))
     assert ddp._layout([[[0, 0], [2, 2]], [[1, 1]]], 3) == ((0, 2), (1,))
-    for wrong in (
+    unfit: tuple[Any, ...] = (
         None, [], [[]], [[[0, 1]]], [[[0, 3]]], [[[0, 2]], []], [[[0, 2]], [[2, 2]]], [[[0]]], [[[0, 1, 2]]], ["ab"],
         [[[0, 2.0]]], [[[False, 2]]], [[[-1, 1]]], [[[0, 2], [0, 2], [0, 2], [0, 2]]],
-    ):  # fmt: skip
+    )  # fmt: skip
+    for wrong in unfit:
         assert ddp._layout(wrong, 3) is None, wrong
 
 
@@ -243,7 +245,7 @@ def test_what_engines_have_of_their_own_is_left_to_their_parts() -> None:
     objects = ManagedObjects(
         {},
         {"optimizer.a": whole.optimizer, "optimizer.b": partitioned.optimizer, "optimizer.c": other},
-        {"scheduler": scheduler, "scheduler.1": other},  # type: ignore[dict-item]
+        {"scheduler": scheduler, "scheduler.1": other},
     )
     found = deepspeed.with_engines(objects, {"model.a": whole, "model.b": partitioned})
     assert found.optimizers == {"optimizer.c": other, "optimizer.a": whole.optimizer}
