@@ -1,0 +1,341 @@
+"""Saves of several ranks, each a thread of this process with a store of its own kind: who writes what, and who refuses."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+
+import ckpt
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
+from ckpt.load.reader import CheckpointReader
+from ckpt.ranks.hosts import Hosts
+from ckpt.ranks.store_and_heartbeats import TimedStore
+from ckpt.ranks.store_group import BuiltManagers, StoreGroup
+from ckpt.root.catalog import find
+from ckpt.save import transaction
+from ckpt.save.capture import StateCapture
+from ckpt.save.root_writer import RootWriter
+from ckpt.save.saver import Saver
+from ckpt.save.transaction import SaveRequest
+from ckpt.state import rng
+from ckpt.state.model import ModelPart
+from ckpt.state.parts import ObjectPart, Part, RankObjectPart
+from ckpt.storage import MemoryStorage, Storage
+
+
+@dataclass
+class Counter:
+    """A user's object."""
+
+    value: Any
+    of_main_rank: bool = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+@dataclass
+class Rank:
+    """One rank of the job: its saver, and its objects."""
+
+    saver: Saver
+    parts: list[Part]
+    own: dict[str, Part] = field(default_factory=dict)
+    layout: str = "auto"
+
+    def save(self, name: str = "a", **options: Any) -> None:
+        root = self.saver.root
+        state = {"rng": rng.capture(), "generators": {}, "loaders": {}, "values": {"rank": root.ranks.rank}}
+        capture = StateCapture(root.ranks, self.layout, root.hosts, self.saver.compared)
+        facts = {"progress": {"step": 3}, "metrics": {"loss": 0.5}}
+        request = SaveRequest(name, lambda: capture.capture(self.parts, self.own, state), facts)
+        self.saver.save(request, **{"wait": True, **options})
+
+
+def job(size: int, storages: Callable[[int], Storage], hosts: Hosts | None = None, **options: Any) -> list[Rank]:
+    store = TimedStore(HashStore(), 20.0)
+    groups = [StoreGroup(store.below("group"), rank, size, 20.0, store, BuiltManagers()) for rank in range(size)]
+    hosts = hosts or Hosts()
+    return [Rank(Saver(RootWriter(storages(group.rank), group, hosts=hosts, **options)), []) for group in groups]
+
+
+def everywhere(ranks: list[Rank], do: Callable[[Rank], Any]) -> list[str]:
+    """Do it on all ranks at the same time. Returns what each has raised; empty where it has not."""
+    raised = [""] * len(ranks)
+
+    def run(number: int) -> None:
+        try:
+            do(ranks[number])
+        except Exception as error:
+            raised[number] = f"{type(error).__name__}: {error}"
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised
+
+
+def close(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.saver.close()
+
+
+def linear(value: float, size: int = 2) -> nn.Linear:
+    made = nn.Linear(size, size)
+    nn.init.constant_(made.weight, value)
+    nn.init.constant_(made.bias, value)
+    return made
+
+
+def manifest_of(storage: Storage, name: str = "a") -> Manifest:
+    found = find(storage, name).manifest
+    assert found is not None
+    return found
+
+
+def state_of(storage: Storage, rank: int, key: str, name: str = "a") -> Any:
+    """What a rank would load of a part, where as many ranks load it as saved it; None if it has none."""
+    reader = CheckpointReader(storage, manifest_of(storage, name), rank)
+    reader.per_rank = True
+    if not reader.has(key):
+        return None
+    read = reader.ask(key)
+    reader.read_new()
+    return read()
+
+
+@pytest.fixture
+def shared(request: pytest.FixtureRequest) -> Storage:
+    return MemoryStorage(f"threads-{request.node.name}-{id(request)}")
+
+
+def test_what_all_ranks_have_alike_is_written_once_with_a_document_of_each(shared: Storage) -> None:
+    ranks = job(3, lambda _: shared)
+    for number, rank in enumerate(ranks):
+        rank.parts = [ModelPart("model", linear(1.0)), ObjectPart("counter", Counter([1, torch.ones(2)]))]
+        rank.own = {f"mine-{number}": RankObjectPart(f"mine-{number}", Counter(number))}
+    assert everywhere(ranks, Rank.save) == [""] * 3
+    assert [rank.saver.root.held is not None for rank in ranks] == [True, False, False]
+    close(ranks)
+    saved = manifest_of(shared)
+    assert (saved.world_size, saved.layout, saved.step, saved.metrics) == (3, "full", 3, {"loss": 0.5})
+    assert {file.path for file in saved.files} == {
+        "model.safetensors", "counter.safetensors", "state.json", *(f"rank-0000{number}.json" for number in range(3))
+    }  # fmt: skip
+    assert 0 <= saved.seconds["blocked"] == saved.seconds["total"] > saved.seconds["written"] > 0
+    for number in range(3):
+        reader = CheckpointReader(shared, saved, number)
+        assert (reader.state["values"], reader.has(f"mine-{number}")) == ({"rank": number}, True)
+        assert reader.differs("model") == {}
+        assert torch.equal(state_of(shared, number, "model")["weight"], torch.ones(2, 2))
+    assert ckpt.verify(shared.url) == {"a": []}
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_state_that_differs_is_saved_by_each_rank_that_has_another(
+    shared: Storage, caplog: pytest.LogCaptureFixture, wait: bool
+) -> None:
+    ranks = job(3, lambda _: shared)
+    for number, rank in enumerate(ranks):
+        model = nn.Sequential(linear(1.0), linear(float(number == 1)))
+        rank.parts = [ModelPart("model", model), ObjectPart("counter", Counter(number == 2))]
+        rank.parts.append(ObjectPart("mains", Counter(number, of_main_rank=True)))
+        if number == 0:
+            rank.parts.append(ObjectPart("first", Counter("first")))
+        if number == 2:
+            rank.parts.append(ObjectPart("last", Counter(torch.full((2,), 7.0))))
+    with caplog.at_level(logging.INFO, "ckpt"):
+        assert everywhere(ranks, lambda rank: rank.save(wait=wait)) == [""] * 3
+        assert everywhere(ranks, lambda rank: rank.saver.wait()) == [""] * 3
+        assert everywhere(ranks, lambda rank: rank.save("b")) == [""] * 3
+    close(ranks)
+    for name in ("a", "b"):
+        saved = manifest_of(shared, name)
+        own = {file.path for file in saved.files if "-own-" in file.path}
+        assert own == {"model-own-00001.safetensors", "last-own-00002.safetensors"}
+        assert saved.size < 20_000
+        for number in range(3):
+            model = state_of(shared, number, "model", name)
+            assert torch.equal(model["0.weight"], torch.ones(2, 2))
+            assert torch.equal(model["1.bias"], torch.full((2,), float(number == 1)))
+            assert state_of(shared, number, "counter", name) == {"value": number == 2}
+            assert state_of(shared, number, "mains", name) == {"value": 0}
+            assert state_of(shared, number, "first", name) == ({"value": "first"} if number == 0 else None)
+        assert torch.equal(state_of(shared, 2, "last", name)["value"], torch.full((2,), 7.0))
+        reader = CheckpointReader(shared, saved, 0)
+        assert reader.differs("model") == {"tensors": {"1.weight": [1], "1.bias": [1]}, "values": []}
+        assert reader.differs("counter") == {"tensors": {}, "values": [2]}
+        assert reader.differs("first") == {"tensors": {}, "values": [1, 2]}
+        assert [CheckpointReader(shared, saved, number).lacks("first") for number in range(3)] == [False] * 3
+    (said,) = (record for record in caplog.records if "ranks hold different state" in record.message)
+    assert said.levelno == logging.WARNING
+    assert "model (1.weight, 1.bias on rank 1)" in said.message
+    assert "counter (values on rank 2)" in said.message
+    assert "It is restored exactly only on 3 ranks." in said.message
+    assert ckpt.verify(shared.url) == {"a": [], "b": []}
+
+
+def test_tensors_that_only_some_ranks_have_are_one_model_for_any_ranks(shared: Storage) -> None:
+    ranks = job(2, lambda _: shared)
+    for number, rank in enumerate(ranks):
+        rank.parts = [ModelPart("model", nn.ModuleDict({f"stage{number}": linear(number + 1.0), "all": linear(5.0)}))]
+    assert everywhere(ranks, Rank.save) == [""] * 2
+    close(ranks)
+    values = {"stage0": 1.0, "stage1": 2.0, "all": 5.0}
+    for number in range(2):
+        found = state_of(shared, number, "model")
+        assert {name: float(tensor.mean()) for name, tensor in found.items()} == {
+            f"{part}.{name}": value for part, value in values.items() for name in ("weight", "bias")
+        }
+
+
+def test_a_parameter_under_another_name_is_refused_on_all_ranks_and_nothing_is_left(shared: Storage) -> None:
+    ranks = job(3, lambda _: shared)
+    for number, rank in enumerate(ranks):
+        names = ("body", "tail", "head" if number < 2 else "haed")
+        rank.parts = [ModelPart("model", nn.ModuleDict({name: linear(1.0) for name in names}))]
+    raised = everywhere(ranks, Rank.save)
+    assert len(set(raised)) == 1
+    assert "ranks have different names in one model, so nothing was saved" in raised[0]
+    assert "model: haed.bias, haed.weight on rank 2; head.bias, head.weight on rank 0-1" in raised[0].replace(
+        "ranks 0 to 1", "rank 0-1"
+    ).replace("ranks 0 and 1", "rank 0-1").replace("ranks 0-1", "rank 0-1").replace("ranks 0, 1", "rank 0-1")
+    close(ranks)
+    assert [entry.key for entry in shared.list() if not entry.key.startswith(".")] == []
+
+
+def test_an_error_of_one_rank_is_raised_on_all_and_leaves_nothing(shared: Storage) -> None:
+    ranks = job(3, lambda _: shared)
+    for number, rank in enumerate(ranks):
+        rank.parts = [ObjectPart("counter", Counter(print if number == 1 else 1))]
+    raised = everywhere(ranks, Rank.save)
+    assert all("rank 1" in error and "counter" in error for error in raised), raised
+    for rank in ranks:
+        rank.parts = [ObjectPart("counter", Counter(1))]
+    assert everywhere(ranks, Rank.save) == [""] * 3
+    close(ranks)
+    assert ckpt.verify(shared.url) == {"a": []}
+
+
+class TestHostsWithRootsOfTheirOwn:
+    @pytest.fixture
+    def roots(self, tmp_path: Path) -> Mapping[int, Storage]:
+        storages = {number: ckpt.storage.open_storage(tmp_path / f"host{number}") for number in (0, 1)}
+        return {0: storages[0], 1: storages[0], 2: storages[1], 3: storages[1]}
+
+    def ranks(self, roots: Mapping[int, Storage]) -> list[Rank]:
+        hosts = Hosts((0, 0, 2, 2), ("one", "one", "two", "two"))
+        ranks = job(4, roots.__getitem__, hosts)
+        for number, rank in enumerate(ranks):
+            rank.parts = [ModelPart("model", linear(1.0))]
+            rank.own = {f"mine-{number}": RankObjectPart(f"mine-{number}", Counter(torch.full((2,), float(number))))}
+        return ranks
+
+    def test_each_has_a_whole_checkpoint_but_for_what_ranks_elsewhere_have_alone(
+        self, roots: Mapping[int, Storage]
+    ) -> None:
+        ranks = self.ranks(roots)
+        for name in ("a", "b"):
+            assert everywhere(ranks, lambda rank, name=name: rank.save(name)) == [""] * 4  # type: ignore[misc]
+        assert [rank.saver.root.held is not None for rank in ranks] == [True, False, True, False]
+        close(ranks)
+        for name in ("a", "b"):
+            saved = manifest_of(roots[0], name)
+            assert saved == manifest_of(roots[2], name)
+            assert [(host.name, host.ranks) for host in saved.hosts] == [("one", (0, 1)), ("two", (2, 3))]
+            common = {"model.safetensors", "state.json", FILE_NAME, COPY_NAME}
+            common |= {f"rank-0000{number}.json" for number in range(4)}
+            for root, mine in ((roots[0], (0, 1)), (roots[2], (2, 3))):
+                files = {entry.key.removeprefix(f"{name}/") for entry in root.list(name)}
+                assert files == common | {f"mine-{number}.safetensors" for number in mine}
+        for root in (roots[0], roots[2]):
+            assert ckpt.verify(root.url) == {"a": [], "b": []}
+
+    def test_copies_must_be_the_same(self, roots: Mapping[int, Storage]) -> None:
+        ranks = self.ranks(roots)
+        ranks[2].parts = [ModelPart("model", linear(2.0))]
+        raised = everywhere(ranks, Rank.save)
+        assert len(set(raised)) == 1
+        assert raised[0].startswith("RanksError")
+        close(ranks)
+        for root in (roots[0], roots[2]):
+            assert not any(found.committed for found in ckpt.list_checkpoints(root.url))
+
+    def test_one_that_cannot_begin_keeps_all_from_writing(self, roots: Mapping[int, Storage]) -> None:
+        ranks = self.ranks(roots)
+        other = ckpt.storage.open_storage(roots[2].url)
+        with other.lock(".lock"):
+            raised = everywhere(ranks, Rank.save)
+        assert all(
+            error.startswith("LockedError") or "LockedError" in error or "another run" in error for error in raised
+        )
+        assert not list(roots[2].list("a"))
+        close(ranks)
+
+
+def test_a_save_that_waits_gives_its_place_only_where_it_waits_on_all_ranks(
+    shared: Storage, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Gated(MemoryStorage):
+        """Writes files of `first` when the gate is open."""
+
+        def write(self, key: str, pieces: Any, **options: Any) -> None:
+            if key.startswith("first/model"):
+                gate.wait(20)
+            super().write(key, pieces, **options)
+
+    gate, gated = threading.Event(), Gated(f"gated-{id(shared)}")
+    ranks = job(2, lambda _: gated)
+    for rank in ranks:
+        rank.parts = [ModelPart("model", linear(1.0))]
+    with caplog.at_level(logging.INFO, "ckpt"):
+        for name in ("first", "second", "third", "fourth"):
+            do = {"wait": False, "replace": True}
+            assert everywhere(ranks, lambda rank, name=name, do=do: rank.save(name, **do)) == [""] * 2  # type: ignore[misc]
+        assert all(rank.saver.busy for rank in ranks)
+        busy: list[bool] = []
+        everywhere(ranks, lambda rank: busy.append(rank.saver.is_busy_anywhere("fifth")))
+        assert busy == [True, True]
+        gate.set()
+        assert everywhere(ranks, lambda rank: rank.saver.wait()) == [""] * 2
+        everywhere(ranks, lambda rank: busy.append(rank.saver.is_busy_anywhere("fifth")))
+        assert busy[2:] == [False, False]
+    replaced = [record for record in caplog.records if "takes its place" in record.message]
+    assert [(record.levelname, record.args) for record in replaced] == [
+        ("WARNING", ("second", "third")), ("INFO", ("third", "fourth"))
+    ]  # fmt: skip
+    assert [record.message for record in caplog.records].count(
+        "fifth is not saved: the save before it is still being written"
+    ) == 1
+    close(ranks)
+    assert "2 saves gave their place to later ones" in caplog.text
+    assert [found.name for found in ckpt.list_checkpoints(gated.url)] == ["fourth", "first"]
+
+
+@pytest.mark.parametrize(("most", "writers"), [(1, {0, 1}), (2, {0})])
+def test_of_many_ranks_those_that_write_files_write_their_documents_too(
+    shared: Storage, monkeypatch: pytest.MonkeyPatch, most: int, writers: set[int]
+) -> None:
+    monkeypatch.setattr(transaction, "MAIN_WRITES", most)
+    ranks = job(2, lambda _: shared)
+    for number, rank in enumerate(ranks):
+        rank.own = {f"mine-{number}": RankObjectPart(f"mine-{number}", Counter(torch.ones(2)))}
+    assert everywhere(ranks, Rank.save) == [""] * 2
+    wrote = {rank.saver.root.ranks.rank for rank in ranks for file in rank.saver.root.links.files if "rank-" in file}
+    assert wrote == writers
+    close(ranks)
+    assert ckpt.verify(shared.url) == {"a": []}
