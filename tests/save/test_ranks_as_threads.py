@@ -1,4 +1,4 @@
-"""Saves of several ranks, each a thread of this process with a store of its own kind: who writes what, and who refuses."""
+"""Saves of several ranks, each a thread of this process: who writes what, and what all of them refuse."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_what_all_ranks_have_alike_is_written_once_with_a_document_of_each(share
     ranks = job(3, lambda _: shared)
     for number, rank in enumerate(ranks):
         rank.parts = [ModelPart("model", linear(1.0)), ObjectPart("counter", Counter([1, torch.ones(2)]))]
-        rank.own = {f"mine-{number}": RankObjectPart(f"mine-{number}", Counter(number))}
+        rank.own = {f"mine-{number:05}": RankObjectPart(f"mine-{number:05}", Counter(number))}
     assert everywhere(ranks, Rank.save) == [""] * 3
     assert [rank.saver.root.held is not None for rank in ranks] == [True, False, False]
     close(ranks)
@@ -139,7 +139,7 @@ def test_what_all_ranks_have_alike_is_written_once_with_a_document_of_each(share
     assert 0 <= saved.seconds["blocked"] == saved.seconds["total"] > saved.seconds["written"] > 0
     for number in range(3):
         reader = CheckpointReader(shared, saved, number)
-        assert (reader.state["values"], reader.has(f"mine-{number}")) == ({"rank": number}, True)
+        assert (reader.state["values"], reader.has(f"mine-{number:05}")) == ({"rank": number}, True)
         assert reader.differs("model") == {}
         assert torch.equal(state_of(shared, number, "model")["weight"], torch.ones(2, 2))
     assert ckpt.verify(shared.url) == {"a": []}
@@ -167,7 +167,6 @@ def test_state_that_differs_is_saved_by_each_rank_that_has_another(
         saved = manifest_of(shared, name)
         own = {file.path for file in saved.files if "-own-" in file.path}
         assert own == {"model-own-00001.safetensors", "last-own-00002.safetensors"}
-        assert saved.size < 20_000
         for number in range(3):
             model = state_of(shared, number, "model", name)
             assert torch.equal(model["0.weight"], torch.ones(2, 2))
@@ -211,9 +210,7 @@ def test_a_parameter_under_another_name_is_refused_on_all_ranks_and_nothing_is_l
     raised = everywhere(ranks, Rank.save)
     assert len(set(raised)) == 1
     assert "ranks have different names in one model, so nothing was saved" in raised[0]
-    assert "model: haed.bias, haed.weight on rank 2; head.bias, head.weight on rank 0-1" in raised[0].replace(
-        "ranks 0 to 1", "rank 0-1"
-    ).replace("ranks 0 and 1", "rank 0-1").replace("ranks 0-1", "rank 0-1").replace("ranks 0, 1", "rank 0-1")
+    assert "model: haed.bias, haed.weight on rank 2; head.bias, head.weight on ranks 0, 1" in raised[0]
     close(ranks)
     assert [entry.key for entry in shared.list() if not entry.key.startswith(".")] == []
 
@@ -242,7 +239,9 @@ class TestHostsWithRootsOfTheirOwn:
         ranks = job(4, roots.__getitem__, hosts)
         for number, rank in enumerate(ranks):
             rank.parts = [ModelPart("model", linear(1.0))]
-            rank.own = {f"mine-{number}": RankObjectPart(f"mine-{number}", Counter(torch.full((2,), float(number))))}
+            rank.own = {
+                f"mine-{number:05}": RankObjectPart(f"mine-{number:05}", Counter(torch.full((2,), float(number))))
+            }
         return ranks
 
     def test_each_has_a_whole_checkpoint_but_for_what_ranks_elsewhere_have_alone(
@@ -261,7 +260,7 @@ class TestHostsWithRootsOfTheirOwn:
             common |= {f"rank-0000{number}.json" for number in range(4)}
             for root, mine in ((roots[0], (0, 1)), (roots[2], (2, 3))):
                 files = {entry.key.removeprefix(f"{name}/") for entry in root.list(name)}
-                assert files == common | {f"mine-{number}.safetensors" for number in mine}
+                assert files == common | {f"mine-{number:05}.safetensors" for number in mine}
         for root in (roots[0], roots[2]):
             assert ckpt.verify(root.url) == {"a": [], "b": []}
 
@@ -280,9 +279,7 @@ class TestHostsWithRootsOfTheirOwn:
         other = ckpt.storage.open_storage(roots[2].url)
         with other.lock(".lock"):
             raised = everywhere(ranks, Rank.save)
-        assert all(
-            error.startswith("LockedError") or "LockedError" in error or "another run" in error for error in raised
-        )
+        assert all("another run writes to" in error for error in raised)
         assert not list(roots[2].list("a"))
         close(ranks)
 
@@ -333,7 +330,7 @@ def test_of_many_ranks_those_that_write_files_write_their_documents_too(
     monkeypatch.setattr(transaction, "MAIN_WRITES", most)
     ranks = job(2, lambda _: shared)
     for number, rank in enumerate(ranks):
-        rank.own = {f"mine-{number}": RankObjectPart(f"mine-{number}", Counter(torch.ones(2)))}
+        rank.own = {f"mine-{number:05}": RankObjectPart(f"mine-{number:05}", Counter(torch.ones(2)))}
     assert everywhere(ranks, Rank.save) == [""] * 2
     wrote = {rank.saver.root.ranks.rank for rank in ranks for file in rank.saver.root.links.files if "rank-" in file}
     assert wrote == writers
