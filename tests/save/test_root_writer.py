@@ -5,17 +5,30 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import ckpt
-from ckpt.formats.native.manifest import FILE_NAME, Manifest
+from ckpt.formats.native import manifest as manifest_format
+from ckpt.formats.native.manifest import FILE_NAME, LARGEST_SEQUENCE, FileRecord, Manifest
 from ckpt.formats.tensors import FilePlan
 from ckpt.ranks.consensus import Result, SingleProcess
 from ckpt.ranks.hosts import Hosts
-from ckpt.root.catalog import find
-from ckpt.save.root_writer import RootWriter
+from ckpt.root.catalog import History, Overview, Summary, find
+from ckpt.root.write_link_commit import EarlierFile
+from ckpt.save.root_writer import (
+    Lineage,
+    Numbering,
+    RootWriter,
+    adopt,
+    next_sequence,
+    remove_checkpoint,
+    resumption,
+    writer_at,
+)
 from ckpt.storage import ANY, Buffer, Storage, open_storage
 from tests.helpers.byte_checkpoints import MOMENT
 from tests.helpers.places import PassedOn
@@ -337,3 +350,376 @@ class TestRetention:
         writer.retain()
         writer.close()
         assert names(tmp_path) == ["c", "a"]
+
+
+class TestNumbers:
+    def test_numbers_are_above_all_that_are_known_and_the_last_one_comes_again(self) -> None:
+        numbering = Numbering()
+        for known, reserved in ((0, 1), (0, 2), (5, 6), (3, 7)):
+            assert numbering.reserve(known) == reserved
+        numbering.note(20)
+        numbering.note(9)
+        assert numbering.reserve(1) == 21
+        assert [next_sequence(known) for known in (0, 7, LARGEST_SEQUENCE - 1, LARGEST_SEQUENCE)] == [
+            1, 8, LARGEST_SEQUENCE, LARGEST_SEQUENCE
+        ]  # fmt: skip
+
+    def test_nobody_takes_a_number_while_another_one_is_noted(self) -> None:
+        numbering = Numbering()
+        numbering._guard = entered = Entered(numbering._guard)  # type: ignore[assignment]
+        numbering.note(3)
+        assert entered.count == 1
+        numbering.reserve(3)
+        assert entered.count == 2
+
+    def test_the_manifest_has_the_number_that_was_reserved_unless_a_higher_one_was_used_since(
+        self, tmp_path: Path
+    ) -> None:
+        writer = writer_of(tmp_path)
+        first, second = writer.reserve(), writer.reserve()
+        attempt = writer.begin("b", [], number=second)
+        assert writer.commit(attempt, [], {"seconds": SECONDS}).sequence == 2
+        attempt = writer.begin("a", [], number=first)
+        assert writer.commit(attempt, [], {"seconds": SECONDS}).sequence == 3
+        assert save(writer, "c").sequence == 4
+        writer.close()
+
+
+class Entered:
+    """A lock that counts."""
+
+    def __init__(self, lock: Any) -> None:
+        self.lock, self.count = lock, 0
+
+    def __enter__(self) -> None:
+        self.count += 1
+        self.lock.acquire()
+
+    def __exit__(self, *args: object) -> None:
+        self.lock.release()
+
+
+class TestLineage:
+    def test_what_a_load_says_of_itself(self) -> None:
+        long, many = "x" * 401, {f"n{number}": "why" for number in range(23)}
+        loaded = manifest_named("a", parent="older", progress={"step": 7})
+        for tier, found_in in ((-1, "memory"), (0, "root"), (1, "mirror"), (2, "elsewhere")):
+            lineage = Lineage(sequence=3)
+            lineage.follow(loaded, tier, {"b": long, "c": "x" * 400})
+            assert lineage.resumed == {
+                "name": "a", "id": "id-a", "step": 7, "found_in": found_in,
+                "passed_over": {"b": "x" * 397 + "...", "c": "x" * 400},
+            }  # fmt: skip
+            assert (lineage.run, lineage.parent) == ("run", "older" if tier < 0 else "id-a")
+            assert (lineage.sequence, lineage.has_resumed) == (9, True)
+        said = resumption(loaded, 0, many)
+        assert (len(said["passed_over"]), said["more"]) == (20, 3)
+        assert "more" not in resumption(loaded, 0, dict(list(many.items())[:20]))
+        lineage = Lineage(sequence=30)
+        lineage.follow(loaded, 0, {})
+        assert lineage.sequence == 30
+
+    def test_what_a_fresh_start_must_not_overtake(self) -> None:
+        newest = Summary.of(manifest_named("a"))
+        for failed, known, lost, why in (
+            ("", None, {}, ""),
+            ("it is away.", None, {}, "the load before it failed: it is away."),
+            ("", newest, {}, "a is the newest"),
+            ("", None, {"b": "b is damaged."}, "cannot be read, so nothing is saved before them: b is damaged."),
+        ):
+            lineage = Lineage(failed_load=failed)
+            if why:
+                with pytest.raises(ckpt.ConfigError, match=why):
+                    lineage.require_resumed("root", known, lost)
+            else:
+                lineage.require_resumed("root", known, lost)
+            assert lineage.has_resumed == (not why)
+            lineage.has_resumed = True
+            lineage.require_resumed("root", known, lost)
+
+
+def manifest_named(name: str, **fields: Any) -> Manifest:
+    known = {"id": f"id-{name}", "sequence": 9, "created": MOMENT, "run": "run", "files": (), **fields}
+    return Manifest(name=name, **known)
+
+
+class TestCommits:
+    def test_a_commit_says_what_it_took(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        writer = writer_of(tmp_path)
+        with caplog.at_level(logging.INFO, "ckpt"):
+            plan = FilePlan.of("state.json", b"x" * 2500)
+            attempt = writer.begin("a", [plan.path])
+            seconds = {**SECONDS, "blocked": 1.25, "total": 2.5}
+            made = writer.commit(attempt, attempt.write(writer.storage, [plan], {}), {"seconds": seconds})
+        assert caplog.messages == [f"saved {tmp_path}/a: 2.5 kB, training waited 1.25 s, durable after 2.50 s"]
+        assert (made.world_size, made.hosts, made.parent, made.signature) == (1, (), None, None)
+        assert made.versions.keys() == {"ckpt", "torch", "python"}
+        assert made.hardware
+        writer.close()
+
+    def test_a_folder_or_a_root_of_accelerate_is_kept_as_it_is(self, tmp_path: Path) -> None:
+        (tmp_path / "theirs").mkdir()
+        (tmp_path / "theirs" / "random_states_0.pkl").write_bytes(b"x")
+        (tmp_path / "theirs" / "model.safetensors").write_bytes(b"x")
+        (tmp_path / "others").mkdir()
+        (tmp_path / "others" / "notes.txt").write_bytes(b"x")
+        writer = writer_of(tmp_path)
+        with pytest.raises(ckpt.ConfigError, match=r"theirs was written by Accelerate, and is kept as it is\. Save un"):
+            save(writer, "theirs")
+        save(writer, "others")
+        writer.close()
+        inside = writer_of(tmp_path / "theirs")
+        with pytest.raises(
+            ckpt.ConfigError, match="theirs was written by Accelerate, and is kept as it is: nothing is"
+        ):
+            save(inside, "a")
+        inside.close()
+
+    def test_what_is_replaced_is_known_to_the_history_and_the_old_files_are_gone(self, tmp_path: Path) -> None:
+        writer = writer_of(tmp_path, keep=ckpt.Keep(last=5))
+        first, second = save(writer, "a"), save(writer, "a")
+        held = writer.held
+        assert held is not None
+        assert (held.newest, held.replaced, held.find("a"), held.find("b")) == (second, True, second, None)
+        assert [summary.id for summary in held.committed] == [second.id]
+        writer.retain()
+        assert not held.replaced
+        assert {past.summary.id for past in History.of(writer.storage).saves} == {first.id, second.id}
+        third = save(writer, "b")
+        assert held.find("a") == second
+        assert held.find("b") is third
+        assert writer.committed_as("a") == second
+        writer.close()
+        assert writer.committed_as("a") is None
+        assert not (tmp_path / "a" / "state.json").exists()
+
+    def test_one_whose_manifest_was_replaced_by_others_is_not_taken_for_ours(self, tmp_path: Path) -> None:
+        writer = writer_of(tmp_path)
+        save(writer, "a")
+        save(writer, "b")
+        theirs = manifest_named("a", id="theirs")
+        writer.storage.write(f"a/{FILE_NAME}", [theirs.to_bytes()])
+        assert writer.committed_as("a") is None
+        writer.close()
+
+    def test_a_checkpoint_of_a_newer_version_is_not_replaced(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first = writer_of(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(manifest_format, "VERSION", 9)
+            save(first, "newer")
+            first.close()
+        writer = writer_of(tmp_path)
+        writer.lineage.has_resumed = True
+        with pytest.raises(ckpt.VersionError):
+            save(writer, "newer")
+        save(writer, "other")
+        writer.close()
+        fresh = writer_of(tmp_path / "other-root")
+        (tmp_path / "other-root" / "newer").mkdir(parents=True)
+        shutil.copy(tmp_path / "newer" / FILE_NAME, tmp_path / "other-root" / "newer")
+        with pytest.raises(ckpt.ConfigError, match="committed and cannot be read, so nothing is saved before them"):
+            save(fresh, "other")
+        fresh.close()
+
+    def test_files_that_the_mirror_has_under_a_name_get_other_paths(self, tmp_path: Path) -> None:
+        mirror = Mirrored("taken")
+        writer = writer_of(tmp_path, mirror=mirror)
+        assert [file.path for file in save(writer, "free").files] == ["state.json"]
+        assert [file.path for file in save(writer, "taken").files] != ["state.json"]
+        assert [manifest.name for manifest in mirror.enqueued] == ["free", "taken"]
+        attempt = writer.begin("far", ["x", "y"], elsewhere=["y"])
+        assert attempt.occupied_paths == ("y",)
+        writer.close()
+
+    def test_what_was_kept_for_the_mirror_is_removed_when_it_has_it(self, tmp_path: Path) -> None:
+        for error, left in ((None, ["c"]), ("away", ["c", "b", "a"])):
+            root = tmp_path / f"{error}"
+            writer = writer_of(root, mirror=(mirror := Mirrored()), keep=ckpt.Keep(last=1))
+            mirror.storage, mirror.error = writer.storage, error
+            for name in ("a", "b", "c"):
+                save(writer, name)
+                writer.retain()
+            assert names(root) == ["c", "b", "a"]
+            writer.close()
+            assert mirror.is_closed
+            assert names(root) == left
+
+    def test_links_follow_what_was_read_or_written_last(self, tmp_path: Path) -> None:
+        writer = writer_of(tmp_path)
+        first = save(writer, "a")
+        save(writer, "b")
+        assert writer.unread_newest == "b"
+        writer.advance("a", first.id, first.files)
+        assert (writer.links.files, writer.lineage.parent) == (
+            {"state.json": EarlierFile("a", first.files[0])}, first.id
+        )  # fmt: skip
+        assert writer.unread_newest is None
+        writer.follow(first, ["b"], 1, {})
+        assert (writer.links.files, writer.links.are_known, writer.damaged) == ({}, False, {"b"})
+        assert writer.unread_newest == "a"
+        writer.links.follow_unread(writer.storage, "a")
+        assert writer.links.files == {"state.json": EarlierFile("a", first.files[0], was_read=False)}
+        assert not writer.links.are_known
+        writer.follow(first, [])
+        assert writer.links.are_known
+        writer.links.follow_unread(writer.storage, "none")
+        assert writer.links.files == {}
+        writer.close()
+        assert writer.unread_newest is None
+
+    def test_a_hosts_own_root_gets_the_manifest_of_files_that_are_there(self, tmp_path: Path) -> None:
+        storage = open_storage(str(tmp_path))
+        record = FileRecord(name="x", path="x", size=0, blocks=())
+        for name, present, adopted in (("a", ["x"], True), ("b", ["y"], False), ("c", ["x", FILE_NAME], False)):
+            for path in present:
+                storage.write(f"{name}/{path}", [b"1"])
+            adopt(storage, manifest_named(name, files=(record,)))
+            written = storage.version(f"{name}/{FILE_NAME}") is not None and storage.read(f"{name}/{FILE_NAME}") != b"1"
+            assert written == adopted, name
+
+
+class Mirrored:
+    """A mirror that has a checkpoint of that name, and holds those that it is to copy until it is closed."""
+
+    newest = None
+    error: str | None = None
+    storage: Storage | None = None
+    is_closed = False
+
+    def __init__(self, *taken: str) -> None:
+        self.taken, self.enqueued, self._held = taken, list[Manifest](), ExitStack()
+
+    def start(self, newest_first: list[Manifest]) -> None: ...
+
+    def is_free(self, name: str) -> bool:
+        return name not in self.taken
+
+    def enqueue(self, manifest: Manifest) -> None:
+        self.enqueued.append(manifest)
+        if self.storage is not None:
+            self._held.enter_context(self.storage.lock(manifest.name, shared=True))
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._held.close()
+
+
+class TestTakingARoot:
+    def test_what_is_to_be_done_then_is_done_where_its_file_is_there(self, tmp_path: Path) -> None:
+        (tmp_path / "there").touch()
+        writer, done = writer_of(tmp_path), list[str]()
+        for file in ("", "there", "missing"):
+            writer.lock.call_when_taken(lambda file=file: done.append(file), file)  # type: ignore[misc]
+        writer.hold()
+        writer.hold()
+        assert done == ["", "there"]
+        assert writer.held is not None
+        assert not writer.held.is_empty
+        writer.close()
+        (tmp_path / "there").unlink()
+        writer.hold()
+        assert writer.held.is_empty
+        assert done == ["", "there", ""]
+        writer.close()
+
+    def test_a_local_one_is_free_again_until_it_is_held_and_a_remote_one_is_not(self, tmp_path: Path) -> None:
+        for is_local in (True, False):
+            storage = PassedOn(str(tmp_path / f"{is_local}"))
+            storage.is_local = is_local
+            writer, other = writer_of(storage), writer_of(tmp_path / f"{is_local}")
+            with writer.taking():
+                assert writer.held is None
+                if is_local:
+                    other.hold()
+                    other.close()
+                else:
+                    with pytest.raises(ckpt.LockedError):
+                        other.hold()
+            other.hold()  # nobody has held it since
+            with pytest.raises(ckpt.LockedError), writer.taking():
+                pass
+            other.close()
+            with writer.taking():
+                writer.hold()
+            with pytest.raises(ckpt.LockedError):
+                other.hold()
+            with writer.taking():
+                pass
+            assert writer.held is not None
+            writer.close()
+
+    def test_what_was_listed_before_it_was_locked_does_not_count(self, tmp_path: Path) -> None:
+        storage = PassedOn(str(tmp_path))
+        storage.is_local = False
+        writer, other = writer_of(storage), writer_of(tmp_path)
+        before = Overview.of(storage)
+        writer.lock.note_listing(before)
+        save(other, "a")
+        other.close()
+        writer.hold()
+        assert [summary.name for summary in writer.lock.committed] == ["a"]
+        writer.close()
+        assert writer.lock.committed == []
+        with writer.taking():
+            writer.lock.note_listing(before)  # as if a load had listed it now
+            writer.hold()
+            assert writer.lock.committed == []
+        writer.close()
+
+
+class TestElsewhere:
+    def test_a_folder_outside_is_written_by_this_run_alone_and_must_be_local(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        root = writer_of(tmp_path / "root")
+        with caplog.at_level(logging.INFO, "ckpt"):
+            made = save(writer := writer_at(str(tmp_path / "out"), root), "out")
+        assert "out is outside" in caplog.text
+        writer.close()
+        assert made.run == root.lineage.run
+        assert (writer.numbering is root.numbering, writer.lineage is root.lineage) == (True, False)
+        again = writer_at(str(tmp_path / "out"), root)
+        save(again, "out")
+        again.close()
+        assert "a checkpoint of another run, is replaced" not in caplog.text
+        other = writer_of(tmp_path / "other")
+        fresh = writer_at(str(tmp_path / "out"), other)
+        with pytest.raises(ckpt.ConfigError, match="has not resumed from"):
+            save(fresh, "out")
+        fresh.close()
+        other.lineage.has_resumed = True
+        save(resumed := writer_at(str(tmp_path / "out"), other), "out")
+        resumed.close()
+        assert "a checkpoint of another run, is replaced" in caplog.text
+        with pytest.raises(ckpt.ConfigError, match="it is no local folder"):
+            writer_at("s3://bucket/out", root)
+        root.hosts = Hosts((0, 1), ("x", "y"))
+        with pytest.raises(ckpt.ConfigError, match="every host has a root of its own"):
+            writer_at(str(tmp_path / "out"), root)
+
+
+def test_a_removal_keeps_what_is_being_read_and_tells_the_history(tmp_path: Path) -> None:
+    writer = writer_of(tmp_path)
+    save(writer, "a")
+    remove_checkpoint(writer.storage, None, "none")
+    with writer.storage.lock("a", shared=True):
+        writer.remove("a")
+        assert names(tmp_path) == ["a"]
+        assert [summary.name for summary in writer.lock.committed] == ["a"]
+    writer.remove("a")
+    assert (names(tmp_path), writer.lock.committed) == ([], [])
+    assert [past.summary.name for past in History.of(writer.storage).saves] == ["a"]
+    writer.close()
+
+
+def test_a_failed_save_is_cleaned_up_by_the_rank_that_owns_the_root(tmp_path: Path) -> None:
+    writer = writer_of(tmp_path)
+    plan = FilePlan.of("state.json", b"x")
+    for error, left in ((ckpt.NotDurableError("x"), True), (ckpt.StorageError("x"), False)):
+        if left:
+            writer.begin("a", [plan.path]).write(writer.storage, [plan], {})
+        writer.abandon("a", error)
+        assert (tmp_path / "a" / "state.json").exists() == left
+    writer.close()
