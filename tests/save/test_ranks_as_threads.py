@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 import ckpt
+from ckpt.formats.layout import Members
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
 from ckpt.load.reader import CheckpointReader
 from ckpt.ranks.hosts import Hosts
@@ -28,7 +30,7 @@ from ckpt.save.saver import Saver
 from ckpt.save.transaction import SaveRequest
 from ckpt.state import rng
 from ckpt.state.model import ModelPart
-from ckpt.state.parts import ObjectPart, Part, RankObjectPart
+from ckpt.state.parts import ObjectPart, Part, RankObjectPart, Replication
 from ckpt.storage import MemoryStorage, Storage
 
 
@@ -137,6 +139,7 @@ def test_what_all_ranks_have_alike_is_written_once_with_a_document_of_each(share
         "model.safetensors", "counter.safetensors", "state.json", *(f"rank-0000{number}.json" for number in range(3))
     }  # fmt: skip
     assert 0 <= saved.seconds["blocked"] == saved.seconds["total"] > saved.seconds["written"] > 0
+    assert all(0 <= value <= saved.seconds["total"] for value in saved.seconds.values())
     for number in range(3):
         reader = CheckpointReader(shared, saved, number)
         assert (reader.state["values"], reader.has(f"mine-{number:05}")) == ({"rank": number}, True)
@@ -336,3 +339,146 @@ def test_of_many_ranks_those_that_write_files_write_their_documents_too(
     assert wrote == writers
     close(ranks)
     assert ckpt.verify(shared.url) == {"a": []}
+
+
+class Replica(ModelPart):
+    """A model that is said to be equal on all ranks, as DistributedDataParallel keeps it."""
+
+    def replication(self, state: Any, members: Members) -> Replication:
+        return Replication(equal=frozenset(state))
+
+
+class TestShardedLayout:
+    def ranks(self, storage: Storage, size: int, models: Callable[[int], nn.Module]) -> list[Rank]:
+        ranks = job(size, lambda _: storage)
+        for number, rank in enumerate(ranks):
+            rank.parts, rank.layout = [ModelPart("model", models(number))], "sharded"
+        return ranks
+
+    def test_plain_tensors_are_shared_out_over_the_ranks_each_written_once(self, shared: Storage) -> None:
+        ranks = self.ranks(shared, 2, lambda _: nn.Sequential(linear(1.0, 600), linear(2.0, 600)))
+        assert everywhere(ranks, Rank.save) == [""] * 2
+        close(ranks)
+        saved = manifest_of(shared)
+        assert saved.layout == "sharded"
+        files = {file.path for file in saved.files if file.path.startswith("model")}
+        assert files == {"model/00000.safetensors", "model/00001.safetensors"}
+        for number in range(2):
+            found = state_of(shared, number, "model")
+            assert {name: float(tensor.mean()) for name, tensor in found.items()} == {
+                "0.weight": 1.0, "0.bias": 1.0, "1.weight": 2.0, "1.bias": 2.0
+            }  # fmt: skip
+
+    @pytest.mark.parametrize("other", [0, 1, 2])
+    def test_a_rank_that_has_other_values_keeps_them(self, shared: Storage, other: int) -> None:
+        ranks = self.ranks(shared, 3, lambda number: nn.Sequential(linear(1.0), linear(float(number == other))))
+        assert everywhere(ranks, Rank.save) == [""] * 3
+        close(ranks)
+        for number in range(3):
+            found = state_of(shared, number, "model")
+            assert torch.equal(found["0.weight"], torch.ones(2, 2))
+            assert torch.equal(found["1.bias"], torch.full((2,), float(number == other)))
+            assert torch.equal(found["1.weight"], torch.full((2, 2), float(number == other)))
+        assert ckpt.verify(shared.url) == {"a": []}
+
+    def test_tensors_that_only_some_ranks_have_are_one_model(self, shared: Storage) -> None:
+        stages = ({"stage0": 1.0, "all": 5.0}, {"stage1": 2.0, "all": 5.0}, {"stage1": 2.0, "all": 6.0})
+        ranks = self.ranks(
+            shared, 3, lambda number: nn.ModuleDict({name: linear(value) for name, value in stages[number].items()})
+        )
+        assert everywhere(ranks, Rank.save) == [""] * 3
+        close(ranks)
+        for number in range(3):
+            found = {name: float(tensor.mean()) for name, tensor in state_of(shared, number, "model").items()}
+            assert (found.get("stage0.weight"), found["stage1.weight"]) == (None if number == 2 else 1.0, 2.0)
+            assert (found["all.bias"], found["all.weight"]) == ((6.0, 6.0) if number == 2 else (5.0, 5.0))
+
+    def test_ranks_that_write_in_different_ways_are_refused(self, shared: Storage) -> None:
+        ranks = self.ranks(shared, 2, lambda _: linear(1.0))
+        ranks[1].layout = "auto"
+        raised = everywhere(ranks, Rank.save)
+        assert len(set(raised)) == 1
+        assert "model: in pieces on rank 0; whole or not there on rank 1" in raised[0]
+        close(ranks)
+
+
+class TestDrift:
+    def test_what_should_be_equal_and_is_not_is_refused_behind_training_and_kept_apart_before_it(
+        self, shared: Storage, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        ranks = job(3, lambda _: shared)
+        for number, rank in enumerate(ranks):
+            rank.parts = [Replica("model", nn.Sequential(linear(1.0), linear(float(number == 1))))]
+        everywhere(ranks, lambda rank: rank.save("a", wait=False))
+        raised = everywhere(ranks, lambda rank: rank.saver.wait())
+        assert len(set(raised)) == 1
+        assert "replicas have drifted apart, so nothing was saved" in raised[0]
+        assert "model.1.weight: differs between rank 1 and rank 0" in raised[0]
+        assert "model.0" not in raised[0]
+        assert not any(found.committed for found in ckpt.list_checkpoints(shared.url))
+        assert [rank.saver.compared.trusted for rank in ranks] == [False] * 3  # from now on each keeps its own
+        for wait in (True, False):
+            caplog.clear()
+            assert everywhere(ranks, lambda rank, wait=wait: rank.save(f"{wait}", wait=wait)) == [""] * 3  # type: ignore[misc]
+            assert everywhere(ranks, lambda rank: rank.saver.wait()) == [""] * 3
+            assert ("replicas that should be equal have drifted apart: ranks hold" in caplog.text) == wait  # once
+            for number in range(3):
+                found = state_of(shared, number, "model", f"{wait}")
+                assert torch.equal(found["1.weight"], torch.full((2, 2), float(number == 1)))
+        close(ranks)
+
+    def test_where_training_waits_it_is_captured_again_at_once(self, shared: Storage) -> None:
+        ranks = job(2, lambda _: shared)
+        for number, rank in enumerate(ranks):
+            rank.parts = [Replica("model", linear(float(number)))]
+        assert everywhere(ranks, Rank.save) == [""] * 2
+        close(ranks)
+        for number in range(2):
+            assert torch.equal(state_of(shared, number, "model")["weight"], torch.full((2, 2), float(number)))
+
+    def test_what_is_equal_is_written_once_and_only_compared(self, shared: Storage) -> None:
+        ranks = job(2, lambda _: shared)
+        for rank in ranks:
+            rank.parts = [Replica("model", linear(1.0))]
+        assert everywhere(ranks, lambda rank: rank.save(wait=False)) == [""] * 2
+        assert everywhere(ranks, lambda rank: rank.saver.wait()) == [""] * 2
+        assert [rank.saver.compared.trusted for rank in ranks] == [True] * 2
+        seconds = manifest_of(shared).seconds
+        assert 0 <= seconds["blocked"] < seconds["total"]
+        assert all(0 <= value <= seconds["total"] for value in seconds.values())
+        close(ranks)
+
+
+def test_tied_tensors_that_differ_are_saved_with_what_they_are_tied_to(shared: Storage) -> None:
+    ranks = job(2, lambda _: shared)
+    for number, rank in enumerate(ranks):
+        model = nn.ModuleDict({"a": linear(float(number)), "b": linear(3.0)})
+        model["b"].weight = model["a"].weight
+        rank.parts = [ModelPart("model", model)]
+    assert everywhere(ranks, Rank.save) == [""] * 2
+    close(ranks)
+    for number in range(2):
+        found = state_of(shared, number, "model")
+        assert torch.equal(found["a.weight"], torch.full((2, 2), float(number)))
+        assert torch.equal(found["b.weight"], found["a.weight"])
+        assert torch.equal(found["b.bias"], torch.full((2,), 3.0))
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_frozen_tensors_have_a_file_of_their_own_that_the_next_save_links(tmp_path: Path, wait: bool) -> None:
+    storage = ckpt.storage.open_storage(tmp_path)
+    ranks = job(2, lambda _: storage)
+    frozen, trained = nn.Linear(600, 600).requires_grad_(False), linear(1.0)
+    for rank in ranks:
+        rank.parts = [Replica("model", nn.Sequential(frozen, trained))]
+        rank.saver.reports.callbacks.append(lambda report: linked.append(report.linked))
+    linked: list[int] = []
+    for name in ("a", "b"):
+        assert everywhere(ranks, lambda rank, name=name: rank.save(name, wait=wait)) == [""] * 2  # type: ignore[misc]
+        assert everywhere(ranks, lambda rank: rank.saver.wait()) == [""] * 2
+    close(ranks)
+    size = (tmp_path / "a" / "model+frozen.safetensors").stat().st_size
+    assert size > 600 * 600 * 4
+    assert os.path.samefile(tmp_path / "a" / "model+frozen.safetensors", tmp_path / "b" / "model+frozen.safetensors")
+    assert linked == [0, size]
+    assert ckpt.verify(tmp_path) == {"a": [], "b": []}

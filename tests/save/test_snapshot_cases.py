@@ -157,7 +157,7 @@ class TestCopiesOnTheHost:
 
         monkeypatch.setattr(torch.Tensor, "copy_", noted)
         for sizes in ([1, 2, 4, 3, 1, 5, 2], [4], [3], [], [4, 4, 1]):
-            parts = numbered(sum(sizes)).split(sizes) if sizes else ()
+            parts = torch.split(numbered(sum(sizes)), sizes) if sizes else ()
             target = torch.full((sum(sizes) + 1,), 255, dtype=torch.uint8)
             copy_packed(parts, target, **({} if non_blocking else {"non_blocking": False}))
             assert torch.equal(target, torch.cat([numbered(sum(sizes)), torch.tensor([255], dtype=torch.uint8)]))
@@ -170,8 +170,12 @@ class TestCopiesOnTheHost:
 
         monkeypatch.setattr(torch, "cat", full)
         target = torch.zeros(6, dtype=torch.uint8)
-        copy_packed(numbered(6).split([1, 2, 3]), target)
+        copy_packed(torch.split(numbered(6), [1, 2, 3]), target)
         assert torch.equal(target, numbered(6))
+
+
+def is_busy(memory: HostMemory) -> bool:
+    return memory._prefaulting.busy
 
 
 class TestHostMemory:
@@ -233,19 +237,19 @@ class TestHostMemory:
         with memory.paused():
             memory.prefault(10_000)
             (image,) = memory._images
-            assert memory._prefaulting.busy
+            assert is_busy(memory)
             threading.Event().wait(0.05)
             assert image.resident == 0
         memory._prefaulting.wait()
         assert image.resident >= 10_000
         memory.prefault(9000)
-        assert (memory.size, memory._prefaulting.busy) == (10_000, False)
+        assert (memory.size, is_busy(memory)) == (10_000, False)
         assert memory.take(9000) is image
         image.release()
         with memory.paused():
             memory.prefault(20_000)
             taken = memory.take(20_000)  # stops it
-            assert not memory._prefaulting.busy
+            assert not is_busy(memory)
         assert taken.size == 20_000
         taken.release()
         memory.release()
