@@ -377,7 +377,7 @@ def _mistaken(key: str, details: Sequence[Details]) -> Iterator[str]:
     shapes = {name: (held[0].dtype, held[0].shape) for name, held in _held(key, having).items()}
     for found, ranks in holders.items():
         here, there = sorted(found - usual), sorted(usual - found)
-        if equal.intersection(here, there) or _is_renaming(here, there, len(found & usual), shapes):
+        if not equal.isdisjoint([*here, *there]) or _is_renaming(here, there, len(found & usual), shapes):
             others = format_ranks(holders[usual])
             yield f"{key}: {_few(here)} on {format_ranks(ranks)}; {_few(there)} on {others}"
 
