@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,10 +84,14 @@ class TestReports:
         assert got == ["2", "101"]
 
 
+def until_idle(queue: SaveQueue | Saver) -> None:
+    while queue.busy:
+        threading.Event().wait(0.001)
+
+
 class TestTheQueue:
     def test_a_failure_is_raised_once_and_does_not_keep_what_waits_from_being_run(self) -> None:
         queue, ran, go_on = SaveQueue(), list[str](), threading.Event()
-        assert not queue.busy
         assert queue.withdraw() is None
 
         def fail() -> None:
@@ -101,7 +105,6 @@ class TestTheQueue:
         queue.add(QueuedSave("first", fail, lambda: None))
         queue.check()
         queue.add(QueuedSave("second", fail_too, lambda: None))
-        assert queue.busy
         go_on.set()
         with pytest.raises(ckpt.FullError):
             queue.wait()
@@ -120,11 +123,9 @@ class TestTheQueue:
             raise ckpt.FullError("full")
 
         queue.add(QueuedSave("first", fail, lambda: None))
-        while queue.busy:
-            threading.Event().wait(0.001)
+        until_idle(queue)
         queue.restore(QueuedSave("second", lambda: ran.append("second"), lambda: None))
-        while queue.busy:
-            threading.Event().wait(0.001)
+        until_idle(queue)
         assert ran == ["second"]
         with pytest.raises(ckpt.FullError):
             getattr(queue, ask)()
@@ -172,7 +173,7 @@ class Working(SingleProcess):
         return self
 
     @contextmanager
-    def working(self, *, job_wide: bool = False) -> Iterator[None]:  # type: ignore[override]
+    def working(self, *, job_wide: bool = False) -> Iterator[None]:
         self.at_work += 1
         yield
         self.at_work -= 1
@@ -234,8 +235,7 @@ class TestTheSaver:
 
         write, storage.write = storage.write, full  # type: ignore[method-assign]
         saver.save(request("bad"), wait=False)
-        while saver.busy:
-            threading.Event().wait(0.001)
+        until_idle(saver)
         saver.tell(errors=False)
         with pytest.raises(ckpt.FullError):
             saver.tell(errors=True)
@@ -444,7 +444,7 @@ class TestReplicas:
         StateCapture(SingleProcess()).capture([], {"x": ObjectPart("x", nn.Linear(1, 1))}, state)
 
 
-def described(tensors: dict[str, str | None], **more: Any) -> dict[str, Any]:
+def described(tensors: Mapping[str, str | None], **more: Any) -> dict[str, Any]:
     """What a rank says of a model of plain tensors, by their checksums."""
     rows = {name: ["float32", [2], checksum] for name, checksum in tensors.items()}
     part = {"class": "M", "values": "v", "how": "whole", "tensors": rows, "sums": {}, "pieces": {}}
