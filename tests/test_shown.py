@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import logging
 import pickle
 import re
@@ -17,7 +18,7 @@ import ckpt.shown
 from ckpt.errors import AbsentError, CkptError, MismatchError, StorageError
 from ckpt.options import ManagerOptions, Mirror, resolve_options
 from ckpt.ranks.consensus import Result
-from ckpt.shown import Lines, few, markdown, printable, remember_secrets, shown, without_secrets
+from ckpt.shown import Lines, few, markdown, printable, remember_secrets, sentence, shown, without_secrets
 from ckpt.storage import open_storage
 from ckpt.storage.hub.repo import HubRepo, translate_error
 from ckpt.util.console import format_table, say
@@ -216,3 +217,72 @@ def test_of_many_names_the_first_are_shown_and_the_rest_is_counted() -> None:
     assert [few(names, 3) for names in ("", "abc", "abcd", "abcde")] == [
         "", "a, b, c", "a, b, c and 1 more", "a, b, c and 2 more"
     ]  # fmt: skip
+
+
+def test_options_are_secret_by_their_names_and_all_that_is_sent_to_a_server() -> None:
+    remember_secrets(
+        {
+            "Secret": "by-its-name",
+            "key": "not-a-secret",
+            "headers": {"X-Any": "of-a-header", "Authorization": "Bearer of-bearer"},
+            "outer": {"COOKIES": {"deep": {"er": "of-a-cookie"}}, "plain": "not-secret-either"},
+            "auth": ("user-name", "of-auth"),
+            "proxy_auth": ["user-name", "of-proxy", "more"],
+            "token": 123456789,
+            "password": "short",
+        }
+    )
+    for secret in ("by-its-name", "of-a-header", "of-bearer", "of-a-cookie", "of-auth", "of-proxy"):
+        assert without_secrets(f"<{secret}>") == "<***>", secret
+    basic = base64.b64encode(b"user-name:of-auth").decode()
+    assert without_secrets(f"<{basic}>") == "<***>"
+    said = "not-a-secret not-secret-either user-name 123456789 short more"
+    assert without_secrets(said) == said
+    ckpt.shown._known.clear()
+    remember_secrets({"auth": ("alone-in-it",), "proxy_auth": "no-pair-at-all", "other": ("user-name", "not-a-secret")})
+    assert ckpt.shown._known == []
+    remember_secrets({"secret": "sixsix", "token": "sixsix-and-more"})
+    assert without_secrets("sixsix-and-more sixsix") == "*** ***"  # the longest first
+
+
+def test_a_text_is_cut_where_it_is_too_long_and_its_lines_are_counted() -> None:
+    assert shown("x" * 10_000) == "x" * 10_000
+    assert shown("x" * 10_001) == "x" * 10_000 + "... (1 more characters)"
+    lines = Lines.of(["a", "b\nc"])
+    assert lines == "a\nb\\nc"
+    assert shown(lines) is lines
+    assert sentence(lines) is lines
+    assert sentence("\na \n b\r\n\r\nc\n") == "a b c"
+    for number, expected in ((8, 8), (9, 9), (10, 9), (12, 9)):
+        listed = str(Lines.listing("head", map(str, range(number)))).splitlines()
+        assert len(listed) == expected + 1
+        assert listed[-1] == (f"  {number - 1}" if number <= 9 else f"  and {number - 8} more")
+    with_tail = str(Lines.listing("head", map(str, range(9)), "tail")).splitlines()
+    assert (len(with_tail), with_tail[-2:]) == (10, ["  and 2 more", "tail"])
+
+
+def test_the_user_of_a_url_is_a_secret_unless_it_is_a_container() -> None:
+    cases = {
+        "s3://user@bucket/x": "s3://***@bucket/x",
+        "s3://user:password@bucket/x": "s3://***@bucket/x",
+        "abfss://container@account/x": "abfss://container@account/x",
+        "az://container@account/x": "az://container@account/x",
+        "oci://bucket@namespace/x": "oci://bucket@namespace/x",
+        f"az://{TOKEN}@account/x": "az://***@account/x",
+    }
+    assert {url: ckpt.shown.masked_url(url) for url in cases} == cases
+
+
+def test_what_is_logged_is_shown_whatever_its_arguments_are(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("ckpt")
+    remember_secrets({"secret": "hunter2hunter2"})
+    log.warning("%s %d %.1f %s", "a\nhunter2hunter2", 3, 0.5, ValueError("b\nc"))
+    log.warning("without arguments hunter2hunter2\x1b")
+    log.warning("%(name)s by name", {"name": "x"})
+    log.warning("%s", ["in a list", "hunter2hunter2"])
+    assert caplog.messages == [
+        r"a\n*** 3 0.5 b c",
+        r"without arguments ***\x1b",
+        "x by name",
+        "['in a list', '***']",
+    ]

@@ -36,7 +36,7 @@ class UnmanagedWatch:
         self._managed = managed
         self._remarks = remarks
         self._save_every = save_every
-        self._saves = 0
+        self._has_saved = False
         self._steps = 0  # calls of `manager.step`
         self._updates = 0  # steps of any optimizer of the models
         self._checks = 0
@@ -55,16 +55,16 @@ class UnmanagedWatch:
         """A batch was trained on. The first batch of another epoch shows that an epoch is over."""
         if self._first_epoch is None:
             self._first_epoch = epoch
-        elif epoch > self._first_epoch and not self._saves:
+        elif epoch > self._first_epoch and not self._has_saved:
             self._tell_unsaved("an epoch of training is over and nothing was saved")
 
     def saving(self) -> None:
-        self._saves += 1
+        self._has_saved = True
         self._check()
 
     def close(self) -> None:
         self._hook.remove()
-        if not self._saves and (self._steps or self._updates):
+        if not self._has_saved and (self._steps or self._updates):
             self._tell_unsaved("training is over and nothing was saved", steps=True)
 
     def _tell_unsaved(self, what: str, *, steps: bool = False) -> None:
@@ -153,7 +153,7 @@ class UnmanagedWatch:
                 )
         if ours:
             self._updates += 1
-            if self._updates == _LONG and not (self._steps or self._saves) and self._first_epoch is None:
+            if self._updates == _LONG and not (self._steps or self._has_saved) and self._first_epoch is None:
                 self._tell_unsaved(f"{_LONG} steps of training were made and nothing was saved")
 
     def _has_scaler(self) -> bool:

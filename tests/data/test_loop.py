@@ -367,7 +367,11 @@ def test_a_loader_is_followed_until_the_loop_is_released() -> None:
     assert script.loop.owns(script.loader)
     assert not script.loop.owns(script.other)
     script.loop.refuse_released("step()")
+    own = script.loader.batch_sampler
+    list(script.batches())
+    assert script.loader.batch_sampler is not own
     script.loop.release()
+    assert script.loader.batch_sampler is own
     assert type(script.loader) is DataLoader
     script.loop.follow_named()
     assert type(script.loader) is DataLoader

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import random
 from collections.abc import Iterator
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import xxhash
@@ -170,6 +172,22 @@ def test_batches_for_workers_are_seeded_by_their_number_in_the_epoch() -> None:
     before = torch.get_rng_state()
     list(whole[0])
     assert torch.equal(torch.get_rng_state(), before)  # only in a worker
+
+
+def test_in_a_worker_every_generator_is_seeded_when_a_batch_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(1))
+
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: SimpleNamespace(id=0))
+    batch, found = SeededBatch([1, 2], (1 << 40) + 3), []
+    for _ in range(2):
+        assert list(batch) == [1, 2]
+        found.append(drawn())
+    assert found[0] == found[1]
+    np.random.seed(3)  # the seed without what NumPy does not take
+    assert found[0][1] == float(np.random.rand())
+    list(SeededBatch([1, 2], 4))
+    assert all(one != other for one, other in zip(drawn(), found[0], strict=True))
 
 
 # -- the sampler that follows a plan ----------------------------------------------------------------------------------

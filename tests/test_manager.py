@@ -1,0 +1,347 @@
+"""What a manager calls, names, refuses and says, in one process: each call by its cases."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ckpt
+from ckpt.errors import ConfigError, MetricError, MissingError, Preempted
+
+FOREGROUND = ckpt.SaveOptions(background=False)
+
+
+class Run:
+    """A model with its optimizer and loader, and their manager."""
+
+    def __init__(self, root: Path, **options: Any) -> None:
+        self.model = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.loader = DataLoader(TensorDataset(torch.arange(6.0).reshape(-1, 1)), 2)
+        objects: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "dataloader": self.loader}
+        self.manager = ckpt.StateManager(root, **{**objects, "saving": FOREGROUND, **options})
+
+    def train(self, epochs: int = 1) -> None:
+        for _ in self.manager.epochs(epochs):
+            for (inputs,) in self.manager.batches(self.loader):
+                self.step(inputs)
+
+    def step(self, inputs: torch.Tensor | None = None, **metrics: float) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.ones(1, 1) if inputs is None else inputs).pow(2).mean().backward()
+        self.optimizer.step()
+        self.manager.step(metrics or None)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    found = Run(tmp_path / "run")
+    with found.manager:
+        yield found
+
+
+def _names(root: Path) -> list[str]:
+    return sorted(found.name for found in ckpt.list_checkpoints(root))
+
+
+# -- saves ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_source_of_the_objects_is_told_before_and_after_a_save_and_before_a_load(run: Run) -> None:
+    told: list[Any] = []
+    source: Any = run.manager.session.source
+    source.before_save = lambda folder: told.append(("before save", folder))
+    source.after_save = lambda: told.append("after save")
+    source.before_load = lambda folder: told.append(("before load", folder))
+    source.release = lambda: told.append("released")
+    run.manager.save_state("a")
+    assert told == [("before save", f"{run.manager.url}/a"), "after save"]
+    run.manager.load_state()
+    assert told[2:] == [("before load", f"{run.manager.url}/a")]
+    run.manager.close()
+    assert told[3:] == ["released"]
+
+
+def test_a_metric_that_cannot_be_ranked_by_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep=ckpt.Keep(last=1, best=1, metric="loss"))
+    with run.manager as manager:
+        manager.save_state("good", metrics={"loss": 1.0})
+        with pytest.raises(MetricError, match="metric 'loss' is NaN at bad"):
+            manager.save_state("bad", metrics={"loss": float("nan")})
+        assert _names(tmp_path) == ["good"]
+        manager.save_state("other", metrics={"accuracy": float("nan")})
+
+
+def test_checkpoints_are_named_by_their_step_and_have_the_metrics_of_the_last_one(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with run.manager as manager:
+        manager.resume()
+        run.step(loss=0.5)
+        assert manager.save_state() == "step-00000001"
+        run.step()
+        assert manager.save_state() == "step-00000002"
+        assert manager.save_state("named", metrics={"loss": 0.25}, wait=True) == "named"
+    found = {one.name: one.manifest.metrics for one in ckpt.list_checkpoints(tmp_path) if one.manifest is not None}
+    assert found == {"step-00000001": {"loss": 0.5}, "step-00000002": {}, "named": {"loss": 0.25}}
+
+
+def test_steps_that_are_due_are_saved_and_the_final_state_too(tmp_path: Path) -> None:
+    for every, names in (
+        (2, ["step-00000002", "step-00000004", "step-00000006", "step-00000006-end"]),
+        (4, ["step-00000004", "step-00000006"]),
+        (ckpt.Every(epoch_end=True), ["step-00000003", "step-00000006"]),
+        (
+            ckpt.Every(steps=3, epoch_end=True),
+            ["step-00000003", "step-00000003-end", "step-00000006", "step-00000006-end"],
+        ),
+        (None, []),
+    ):
+        root = tmp_path / str(every).replace("/", "_")
+        run = Run(root, save_every=every)
+        with run.manager:
+            run.train(2)
+        assert (_names(root) if names else []) == names
+
+
+def test_every_checkpoint_is_reported_to_who_asked_for_it(run: Run) -> None:
+    reports: list[Any] = []
+    callback = reports.append
+    assert run.manager.on_save(callback) is callback
+    for name in "ab":
+        run.manager.save_state(name)
+    assert [report.name for report in reports] == ["a", "b"]
+    with pytest.raises(ConfigError, match="on_save takes a function"):
+        run.manager.on_save(3)  # type: ignore[arg-type]
+
+
+def test_an_exception_says_that_the_save_that_was_due_is_not_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path, save_every=1)
+    with suppress(ZeroDivisionError), run.manager as manager:
+        for (inputs,) in manager.batches(run.loader):
+            run.step(inputs)
+            raise ZeroDivisionError
+    assert (
+        "step 1 was due to be saved at the end of its iteration, which ZeroDivisionError has cut short" in caplog.text
+    )
+    assert _names(tmp_path) == []
+    clean = Run(tmp_path, save_every=1)
+    with clean.manager as manager:
+        for (inputs,) in manager.batches(clean.loader):
+            clean.step(inputs)
+            break
+    assert _names(tmp_path) == ["step-00000001"]  # at the end of the manager
+
+
+def test_the_last_boundary_is_saved_after_an_exception_if_that_is_asked_for(tmp_path: Path) -> None:
+    run = Run(tmp_path, save_every=ckpt.Every(exception=True))
+    with suppress(ZeroDivisionError), run.manager as manager:
+        for number, (inputs,) in enumerate(manager.batches(run.loader)):
+            if number == 2:
+                raise ZeroDivisionError
+            run.step(inputs)
+    assert _names(tmp_path) == ["step-00000002"]
+
+
+def test_a_manager_that_is_dropped_says_that_its_last_save_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path, save_every=1)
+    before = signal.getsignal(signal.SIGTERM)
+    for (inputs,) in run.manager.batches(run.loader):
+        run.step(inputs)
+        break
+    del run
+    gc.collect()
+    assert "the last save to" in caplog.text
+    assert signal.getsignal(signal.SIGTERM) is before
+    caplog.clear()
+    quiet = Run(tmp_path / "other")
+    del quiet
+    gc.collect()
+    assert "the last save to" not in caplog.text
+
+
+def test_a_process_that_is_told_to_terminate_saves_and_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="ckpt")
+    before = signal.getsignal(signal.SIGTERM)
+    run = Run(tmp_path)
+
+    def train() -> None:
+        with run.manager as manager:
+            for (inputs,) in manager.batches(run.loader):
+                assert not manager.told_to_stop()
+                os.kill(os.getpid(), signal.SIGTERM)
+                run.step(inputs)
+
+    with pytest.raises(Preempted) as raised:
+        train()
+    assert raised.value.code == 143
+    assert _names(tmp_path) == ["step-00000001"]
+    assert f"told to terminate: saved step 1 in {tmp_path}" in caplog.text
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+# -- loads ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_loaded_by_its_number_or_its_name(run: Run) -> None:
+    with pytest.raises(MissingError, match="there is no checkpoint in"):
+        run.manager.load_state()
+    assert run.manager.resume() is None
+    assert run.manager.restored is None
+    run.step()
+    run.manager.save_state()
+    run.step()
+    run.manager.save_state()
+    for name, step in ((1, 1), ("step-00000002", 2), (None, 2)):
+        restored = run.manager.load_state(name)
+        assert (restored.step, run.manager.progress.step) == (step, step)
+        assert run.manager.restored is restored
+    for wrong in (9, "none"):
+        with pytest.raises(MissingError):
+            run.manager.load_state(wrong)
+
+
+def test_a_run_that_has_all_its_epochs_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="ckpt")
+    for total, complete in ((2, False), (2, True), (1, True), (3, False)):
+        run = Run(tmp_path, save_every=100)
+        caplog.clear()
+        with run.manager:
+            run.train(total)
+        assert (f"has all {total} epochs" in caplog.text) is complete, total
+
+
+def test_a_load_drops_what_was_due_of_the_state_that_it_replaces(tmp_path: Path) -> None:
+    run = Run(tmp_path, save_every=2)
+    with run.manager as manager:
+        passing = iter(manager.batches(run.loader))
+        next(passing)
+        run.step()
+        manager.save_state("early")
+        next(passing)
+        run.step()
+        manager.load_state("early")
+    assert _names(tmp_path) == ["early"]
+
+
+def test_calls_before_the_resume_and_after_the_end_are_refused(run: Run) -> None:
+    with pytest.raises(ConfigError, match=r"step\(\) came before the state was resumed"):
+        run.manager.step()
+    run.manager.resume()
+    run.step()
+    run.manager.close()
+    run.manager.close()
+    with pytest.raises(ConfigError, match=r"step\(\) on a StateManager that is closed"):
+        run.manager.step()
+    with pytest.raises(ConfigError, match=r"epochs\(\) or batches\(\) on a StateManager that is closed"):
+        next(iter(run.manager.batches(run.loader)))
+
+
+# -- small calls ------------------------------------------------------------------------------------------------------
+
+
+def test_every_so_many_steps_is_true_of_steps_that_were_made(run: Run) -> None:
+    run.manager.resume()
+    assert not run.manager.every(1)
+    found = []
+    for _ in range(4):
+        run.step()
+        found.append((run.manager.every(1), run.manager.every(2), run.manager.every(3)))
+    assert found == [(True, False, False), (True, True, False), (True, False, True), (True, True, False)]
+    for wrong in (0, -1, 1.5, None):
+        with pytest.raises(ConfigError, match="give a number of steps, 1 or more"):
+            run.manager.every(wrong)  # type: ignore[arg-type]
+
+
+def test_batches_are_counted_from_where_the_epoch_is(run: Run) -> None:
+    assert [number for number, _ in run.manager.enumerate(run.loader)] == [0, 1, 2]
+    assert [number for number, _ in run.manager.enumerate(run.loader, 5)] == [5, 6, 7]
+    assert len(run.manager.batches(run.loader)) == 3
+
+
+def test_the_model_is_without_its_wrappers_and_named_where_there_are_several(run: Run, tmp_path: Path) -> None:
+    assert run.manager.unwrap() is run.model
+    wrapped = nn.DataParallel(nn.Linear(1, 1))
+    assert run.manager.unwrap(wrapped) is wrapped.module
+    models = {"a": nn.Linear(1, 1), "b": wrapped}
+    with ckpt.StateManager(tmp_path / "two", model=models) as manager:
+        with pytest.raises(ConfigError, match="this manager has 2 models"):
+            manager.unwrap()
+        assert manager.unwrap(models["b"]) is wrapped.module
+
+
+def test_a_manager_shows_what_it_manages(run: Run) -> None:
+    run.manager.register(generator=torch.Generator(), best=1.5)
+    assert repr(run.manager) == f"StateManager({run.manager.url!r}, parts=['model', 'optimizer', 'generator'])"
+    table = run.manager._repr_html_()
+    assert "model, optimizer, generator" in table
+    assert "best" in table
+    assert run.manager.values["best"] == 1.5
+    assert run.manager.mirror_error is None
+    prints = run.manager.fingerprint()
+    assert {"model", "optimizer", "rng", "data"} <= prints.keys()
+    assert run.manager.fingerprint() == prints
+    run.model.weight.data.add_(1)
+    changed = {name for name, value in run.manager.fingerprint().items() if prints.get(name) != value}
+    assert changed == {"model"}
+
+
+def test_generators_go_back_to_the_load_once_more(run: Run) -> None:
+    run.manager.save_state("a")
+    run.manager.load_state()
+    drawn = torch.rand(2)
+    run.manager.rewind_rng()
+    assert torch.equal(torch.rand(2), drawn)
+
+
+def test_a_mirror_has_what_was_committed_and_its_own_rule_of_what_to_keep(tmp_path: Path) -> None:
+    mirror = ckpt.Mirror(tmp_path / "mirror", keep=ckpt.Keep(last=1))
+    run = Run(tmp_path / "run", mirror=mirror, keep=ckpt.Keep(last=2))
+    with run.manager as manager:
+        for name in "abc":
+            manager.save_state(name)
+        assert manager.mirror_error is None
+    assert (_names(tmp_path / "run"), _names(tmp_path / "mirror")) == (["b", "c"], ["c"])
+    plain = Run(tmp_path / "other", mirror=tmp_path / "copy", keep=ckpt.Keep(last=2))
+    with plain.manager as manager:
+        for name in "abc":
+            manager.save_state(name)
+    assert _names(tmp_path / "copy") == ["b", "c"]
+
+
+def test_gradients_are_saved_as_the_options_say(tmp_path: Path) -> None:
+    for gradients, there in ((True, True), (False, False), (None, True)):
+        run = Run(tmp_path / str(gradients), saving=ckpt.SaveOptions(background=False, gradients=gradients))
+        with run.manager as manager:
+            manager.resume()
+            run.model(torch.ones(1, 1)).sum().backward()
+            manager.save_state("a")
+            run.optimizer.zero_grad()
+            manager.load_state()
+            assert (run.model.weight.grad is not None) is there
+
+
+def test_nothing_but_the_log_is_left_of_a_manager_that_was_closed(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="ckpt")
+    kind = type(run.loader)
+    assert kind is not DataLoader
+    run.manager.resume()
+    run.step()
+    run.manager.save_state()
+    run.manager.close()
+    assert type(run.loader) is DataLoader
+    assert caplog.text.count("WARNING") == caplog.text.count("can't see where this loop's batches")
