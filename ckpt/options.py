@@ -13,6 +13,7 @@ from ckpt.errors import ConfigError
 from ckpt.root.mirror import AT_END, AT_START, MirrorPatience
 from ckpt.root.open import open_tiers
 from ckpt.root.retention import Keep
+from ckpt.root.signing import is_head
 from ckpt.save.capture import LAYOUTS
 from ckpt.save.finite_guard import ON_NAN
 from ckpt.storage import Staging, Storage
@@ -50,6 +51,10 @@ def _is_group(value: Any) -> bool:
     if value is None or not dist.is_available():
         return value is None
     return isinstance(value, dist.ProcessGroup) or value is dist.GroupMember.NON_GROUP_MEMBER
+
+
+def _is_required(value: Any) -> bool:
+    return isinstance(value, bool) or is_head(value)
 
 
 def _is_key(value: Any) -> bool:
@@ -248,7 +253,8 @@ class Memory(Options):
     Args:
         every: Steps between snapshots.
         rescue: If nobody restarts the run, save the newest snapshot to the root.
-        replicas: With 1, the next host keeps a copy of the snapshots, so that you can lose a machine.
+        replicas: With 1, the next host keeps a copy of the snapshots, so that you can lose a machine. Hosts send it
+            over the job's network, in the clear, and authenticate it with a secret from the job's store.
     """
 
     every: Steps = 10
@@ -273,14 +279,22 @@ class Signing(Options):
         key: An Ed25519 private key (path or text of a PEM file) that signs every checkpoint. None: the key in
             `CKPT_SIGN_KEY`, if set. True: the same, but it must be set. False: don't sign.
         verify_key: Public keys to trust besides the run's own; None: the keys in `CKPT_VERIFY_KEY`.
-        required: Refuse checkpoints that none of these keys has signed; `resume` skips them like damaged ones.
+        required: Refuse checkpoints that none of these keys has signed; `resume` skips them like damaged ones. A run,
+            as `RUN` or `RUN:NUMBER`: refuse other runs too, and checkpoints below that number.
+        head: A file in which the manager remembers its run and its newest checkpoint. `resume` then takes nothing
+            older, and never starts from scratch. Keep it where nobody else can write. Implies `required`.
     """
 
     key: _PrivateKey | None = field(default=None, repr=False)
     verify_key: _PublicKeys | None = field(default=None, repr=False)
-    required: Flag = False
+    required: Annotated[bool | str, Must(_is_required, "True, False, or a run as RUN or RUN:NUMBER")] = False
+    head: Annotated[_File, Must(is_path, "the path of a file")] | None = None
 
     example = "key: run.key"
+
+    def contradictions(self, wrong: Collection[str]) -> list[str]:
+        both = self.head is not None and isinstance(self.required, str)
+        return ["head= remembers which run is required: leave the run in required= out"] if both else []
 
 
 _STEPS = "a number of steps, 1 or more"

@@ -321,7 +321,8 @@ class Session:
         self.ranks, hosts = meet_ranks(options.ranks, self.tiers, self.patience)
         keep = source.keep if options.keep is None else options.keep
         self.mirror = build_mirror(options, self.tiers, keep, self.ranks, hosts, self.patience)
-        writer = RootWriter(self.storage, self.ranks, keep, self.mirror, hosts, seal=seal if seal.sha256 else None)
+        sealing: dict[str, Any] = {"seal": seal if seal.sha256 else None, "head": self.trust.head}
+        writer = RootWriter(self.storage, self.ranks, keep, self.mirror, hosts, **sealing)
         snapshots = Snapshots(options.saving.host_memory_bytes, options.saving.device_memory_bytes)
         self.saver = Saver(writer, snapshots, options.saving.read_back)
         self.memory = build_tier(self.saver, **options.tier)

@@ -31,7 +31,7 @@ NONSENSE: dict[str, Any] = {
 }
 NONSENSE_OF_EVERY: dict[str, Any] = {"steps": 0, "time": "soon", "epoch_end": 1, "exception": "yes"}
 NONSENSE_OF_MEMORY: dict[str, Any] = {"every": 0, "rescue": "yes", "replicas": 2}
-NONSENSE_OF_SIGNING: dict[str, Any] = {"key": 5, "verify_key": True, "required": "yes"}
+NONSENSE_OF_SIGNING: dict[str, Any] = {"key": 5, "verify_key": True, "required": "yes", "head": 5}
 NONSENSE_OF_SAVES: dict[str, Any] = {
     "layout": "whole",
     "gradients": "yes",
@@ -126,7 +126,10 @@ OPTIONS = [
     *((ckpt.Mirror, name) for name in inspect.signature(ckpt.Mirror).parameters),
     *((ckpt.StateManager, name) for name in ("root", *NONSENSE)),
 ]
-MEANT = {"metric": "", **dict.fromkeys(("root", "mirror", "url", "key", "verify_key"), TOO_LARGE)}  # no nonsense
+MEANT = {
+    "metric": "",
+    **dict.fromkeys(("root", "mirror", "url", "key", "verify_key", "head"), TOO_LARGE),
+}  # no nonsense
 
 
 @pytest.mark.parametrize(("kind", "name"), OPTIONS)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt.cli.output import checkpoint_or_path, echo, echo_error, echo_json
+from ckpt.cli.output import checkpoint_or_path, echo, echo_error, echo_json, with_trust
 from ckpt.cli.show import Module
 from ckpt.errors import CkptError
 from ckpt.util.console import format_table
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.option("--depth", type=click.IntRange(0), default=2, show_default=True, help="Of the tree of modules.")
 @click.option("--tensors", is_flag=True, help="List every tensor that differs, by its full name.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")
-@click.option("--key", metavar="PATH", help="Refuse what this key (PEM, public or private) has not signed.")
+@with_trust
 def diff(
     first: str,
     second: str,
@@ -35,7 +35,7 @@ def diff(
     depth: int,
     tensors: bool,
     as_json: bool,
-    key: str | None,
+    **trust: Any,
 ) -> None:
     """Say which tensors and values differ between FIRST and SECOND.
 
@@ -51,7 +51,7 @@ def diff(
     from ckpt.tools.diff import diff
 
     try:
-        found = diff(first, second, part=part, format=format, verify_key=key, require_signed=key is not None)
+        found = diff(first, second, part=part, format=format, **trust)
     except CkptError as error:
         echo_error(error)
         raise click.exceptions.Exit(2) from None

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import click
@@ -56,6 +58,18 @@ def _rendered(piece: str | Styled) -> str:
     if isinstance(piece, Styled):
         return click.style(shown(piece.text), fg=piece.colour, bold=piece.bold)
     return shown(piece)
+
+
+def with_trust(command: Callable[..., None]) -> Callable[..., None]:
+    """The options `--key` and `--run` of a command, which gets them as `verify_key` and `require_signed`."""
+
+    @click.option("--key", metavar="PATH", help="Refuse what this key (PEM, public or private) has not signed.")
+    @click.option("--run", metavar="RUN[:NUMBER]", help="Refuse what is signed by another run, or older than NUMBER.")
+    @wraps(command)
+    def trusting(*given: Any, key: str | None, run: str | None, **options: Any) -> None:
+        command(*given, verify_key=key, require_signed=run or key is not None, **options)
+
+    return trusting
 
 
 _MOST = 50  # names that are offered, the newest

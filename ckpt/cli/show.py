@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import click
 
-from ckpt.cli.output import Line, Styled, checkpoint_or_path, echo, echo_json
+from ckpt.cli.output import Line, Styled, checkpoint_or_path, echo, echo_json, with_trust
 from ckpt.formats.native.header import Outline
 from ckpt.formats.native.manifest import Manifest
 from ckpt.root.signing import open_trust
@@ -114,8 +114,10 @@ _SECONDS = {"blocked": "training waited {:.2f} s", "total": "durable after {:.2f
 @click.option("--depth", type=click.IntRange(0), default=2, show_default=True, help="Of the tree of modules; 0: none.")
 @click.option("--tensors", is_flag=True, help="List every tensor with its dtype and shape.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")
-@click.option("--key", metavar="PATH", help="Refuse what this key (PEM, public or private) has not signed.")
-def show(url: str, depth: int, tensors: bool, as_json: bool, key: str | None) -> None:
+@with_trust
+def show(
+    url: str, depth: int, tensors: bool, as_json: bool, verify_key: str | None, require_signed: bool | str
+) -> None:
     """Say what is in the checkpoint at URL, or in the newest intact one below it.
 
     Reads the manifest and the headers of files, no tensor. Modules are shown as a tree; those of a row that are
@@ -125,7 +127,7 @@ def show(url: str, depth: int, tensors: bool, as_json: bool, key: str | None) ->
     ckpt show runs/mrpc
     ckpt show s3://bucket/mrpc/step-00001000 --depth 4
     """
-    summary = summarize(url, trust=open_trust(key, required=key is not None))
+    summary = summarize(url, trust=open_trust(verify_key, required=require_signed))
     if as_json:
         echo_json(summary.to_json(tensors=tensors))
     else:

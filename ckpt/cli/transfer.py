@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ckpt.cli.output import checkpoint_or_path, echo
+from ckpt.cli.output import checkpoint_or_path, echo, with_trust
 from ckpt.formats.registry import WRITTEN
 
 
@@ -25,8 +25,8 @@ Examples:
 @click.option("--format", help="Of SOURCE, where a folder holds saves in several formats: deepspeed, hf, ...")
 @click.option("--name", help="Of the checkpoint in the root; that of the source, if none is given.")
 @click.option("--max-shard-size", help="With --to hf: write shards of at most this size, such as 5GB.")
-@click.option("--key", metavar="PATH", help="Refuse what this key (PEM, public or private) has not signed.")
-def convert(source: str, destination: str, key: str | None, **options: Any) -> None:
+@with_trust
+def convert(source: str, destination: str, **options: Any) -> None:
     """Convert a checkpoint between formats. That of SOURCE is found out.
 
     SOURCE is a checkpoint of ckpt, Accelerate, DeepSpeed, Lightning, Megatron-Core, the Trainer,
@@ -35,7 +35,7 @@ def convert(source: str, destination: str, key: str | None, **options: Any) -> N
     """
     from ckpt.tools.convert import convert
 
-    echo(str(convert(source, destination, verify_key=key, require_signed=key is not None, **options)))
+    echo(str(convert(source, destination, **options)))
 
 
 @click.command()
@@ -45,8 +45,8 @@ def convert(source: str, destination: str, key: str | None, **options: Any) -> N
 @click.option("--max-shard-size", help="Beyond this, write shards and an index: 5GB, 500MiB, ...")
 @click.option("--part", default="model", show_default=True, help="Which part of the checkpoint.")
 @click.option("--format", help="Of SOURCE, where a folder holds saves in several formats: deepspeed, hf, ...")
-@click.option("--key", metavar="PATH", help="Refuse what this key (PEM, public or private) has not signed.")
-def merge(source: str, destination: str, key: str | None, **options: Any) -> None:
+@with_trust
+def merge(source: str, destination: str, **options: Any) -> None:
     """Merge the sharded checkpoint at SOURCE into one safetensors file.
 
     SOURCE is a checkpoint of ckpt, a folder of torch.distributed.checkpoint, what Accelerate saves under FSDP, what
@@ -60,7 +60,7 @@ def merge(source: str, destination: str, key: str | None, **options: Any) -> Non
     """
     from ckpt.export.merge import merge
 
-    for url in merge(source, destination, verify_key=key, require_signed=key is not None, **options):
+    for url in merge(source, destination, **options):
         echo(url)
 
 
@@ -69,8 +69,8 @@ def merge(source: str, destination: str, key: str | None, **options: Any) -> Non
 @click.argument("destination", shell_complete=checkpoint_or_path)
 @click.option("--step", type=int, help="Only the checkpoint of this step, to resume from.")
 @click.option("--revision", help="Of a repository: a branch, a tag or a commit.")
-@click.option("--key", metavar="PATH", help="Refuse what this key (PEM, public or private) has not signed.")
-def pull(source: str, destination: str, key: str | None, **options: Any) -> None:
+@with_trust
+def pull(source: str, destination: str, **options: Any) -> None:
     """Copy SOURCE to DESTINATION, verified.
 
     SOURCE is a repository on the Hub (user/repo, or hub://user/repo@revision/path for a part of it) or any other URL
@@ -86,7 +86,7 @@ def pull(source: str, destination: str, key: str | None, **options: Any) -> None
     """
     from ckpt.tools.pull import pull
 
-    echo(pull(source, destination, verify_key=key, require_signed=key is not None, **options))
+    echo(pull(source, destination, **options))
 
 
 @click.command()
@@ -107,8 +107,8 @@ def pull(source: str, destination: str, key: str | None, **options: Any) -> None
 )
 @click.option("--license", help="For the model card: apache-2.0, mit, ...")
 @click.option("--card/--no-card", default=True, show_default=True, help="Write the model card, or leave it as it is.")
-@click.option("--key", metavar="PATH", help="Refuse what this key (PEM, public or private) has not signed.")
-def push(source: str, repo_id: str, license: str | None, card: bool, key: str | None, **options: Any) -> None:
+@with_trust
+def push(source: str, repo_id: str, license: str | None, card: bool, **options: Any) -> None:
     """Publish the model of the checkpoint at SOURCE as REPO_ID on the Hub.
 
     SOURCE is a checkpoint of ckpt, sharded or not, what else 'ckpt merge' reads, or a folder of safetensors; REPO_ID is
@@ -122,4 +122,4 @@ def push(source: str, repo_id: str, license: str | None, card: bool, key: str | 
     from ckpt.export.push import push_to_hub
 
     about: Any = {"license": license} if card and license else card
-    echo(push_to_hub(source, repo_id, card=about, verify_key=key, require_signed=key is not None, **options))
+    echo(push_to_hub(source, repo_id, card=about, **options))

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ckpt.cli.ls import listed_hosts, without_name
-from ckpt.cli.output import Styled, checkpoint_or_path, echo, echo_json
+from ckpt.cli.output import Styled, checkpoint_or_path, echo, echo_json, with_trust
 from ckpt.errors import CheckpointError, MissingError
 from ckpt.formats.native.manifest import Manifest, short
 from ckpt.formats.registry import foreign_hint
@@ -23,11 +23,11 @@ from ckpt.util.console import format_size, one_line
 
 @click.command()
 @click.argument("url", shell_complete=checkpoint_or_path)
-@click.option("--key", metavar="PATH", help="Also check that this key (PEM, public or private) has signed it.")
 @click.option("--repair", is_flag=True, help="Write back damaged files from where they are whole.")
 @click.option("--from", "sources", metavar="URL", multiple=True, help="Another root that has them, such as the mirror.")
 @click.option("--json", "as_json", is_flag=True, help="For other programs: a list of objects.")
-def verify(url: str, key: str | None, *, repair: bool, sources: tuple[str, ...], as_json: bool) -> None:
+@with_trust
+def verify(url: str, *, repair: bool, sources: tuple[str, ...], as_json: bool, **trusted: Any) -> None:
     """Read every byte of the checkpoint at URL, or of all below it.
 
     Hashes find damage; signatures, checked with --key or CKPT_VERIFY_KEY, find tampering. With --repair, a damaged file
@@ -45,7 +45,7 @@ def verify(url: str, key: str | None, *, repair: bool, sources: tuple[str, ...],
         raise click.UsageError("--from says where damaged files may be whole: give --repair too")
     if repair and as_json:
         raise click.UsageError("--json shows what is there: repair first, then verify with --json")
-    trust = verifying.required_by(key)
+    trust = verifying.required_by(**trusted)
     storage, names, pointed_at = catalog.resolve(url)
     others = [open_storage(source) for source in sources]
     if not names:

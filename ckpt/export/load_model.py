@@ -261,7 +261,7 @@ def load_model(
     storage_options: Mapping[str, Any] | None = None,
     timeout: float = 300.0,
     verify_key: KeySource | None = None,
-    require_signed: bool = False,
+    require_signed: bool | str = False,
 ) -> dict[str, str]:
     """Load a model's tensors, from a checkpoint or from what another tool wrote.
 

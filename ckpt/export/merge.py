@@ -34,7 +34,7 @@ def merge(
     format: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     verify_key: KeySource | None = None,
-    require_signed: bool = False,
+    require_signed: bool | str = False,
 ) -> list[str]:
     """Write the tensors of a checkpoint as one safetensors file.
 

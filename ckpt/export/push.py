@@ -235,7 +235,7 @@ def push_to_hub(
     storage_options: Mapping[str, Any] | None = None,
     timeout: float = 300.0,
     verify_key: KeySource | None = None,
-    require_signed: bool = False,
+    require_signed: bool | str = False,
 ) -> str:
     """Publish the model of a checkpoint, sharded or not, or a folder of safetensors, in one commit.
 

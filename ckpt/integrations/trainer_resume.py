@@ -89,7 +89,7 @@ class ResumeSource:
                     name=name,
                     memory=memory,
                     patience=self._options.patience,
-                    trust=self._trust,
+                    trust=self._trust if name is None else self._trust.of_named(),
                 ),
                 self._held,
             )

@@ -371,7 +371,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         self._manager.wait()
         best = self._trainer.state.best_model_checkpoint.rpartition("/")[2]
         if best in self._saved:
-            trust = self._manager.session.trust
+            trust = self._manager.session.trust.of_named()
             load_checkpoint_model(self._storage, best, trained_model(self._trainer), trust=trust)
         else:
             LOAD_BEST.of(Trainer)(self._trainer)

@@ -255,6 +255,7 @@ class StateLoader:
             held.enter_context(self.pause_staging())
             choice = choose(selection := self._selection(name, request), held)
             if choice is None:
+                self._refuse_to_begin()
                 return None
             parts = choice.ready.finish()
             self._restore_rank_state(choice.ready.reader, choice.ready.notes)
@@ -264,6 +265,12 @@ class StateLoader:
         if name is not None and in_own_tiers and self.ranks.rank == MAIN:
             self._tell_newer(choice.manifest)
         return restored
+
+    def _refuse_to_begin(self) -> None:
+        """Raise where there is nothing to load, though a checkpoint of the run is known."""
+        if (head := self.trust.head) is not None:
+            url = self.locations.tiers[0].url
+            run_on_all_ranks(self.ranks, "load_state()", lambda: head.refuse_other("", url))
 
     def refuse_half_loaded(self) -> None:
         """Raise where a load failed half-way: a mixture of two states must be neither trained on nor saved."""
@@ -286,7 +293,7 @@ class StateLoader:
             hosts=locations.hosts,
             foreign=True,
             memory=locations.memory() if name is None and locations.memory is not None else None,
-            trust=self.trust,
+            trust=self.trust if name is None else self.trust.of_named(),
             patience=locations.patience,
             on_listed=locations.on_listed,
         )
@@ -349,6 +356,8 @@ class StateLoader:
         if self.ranks.rank == MAIN:
             restored.report()
             self.trust.warn(choice.manifest)
+            if self.trust.head is not None and tier in (0, 1):
+                self.trust.head.advance(choice.manifest)
         return restored
 
     def _tell_newer(self, loaded: Manifest) -> None:

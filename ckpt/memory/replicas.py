@@ -3,16 +3,26 @@
 What hosts hold of each other's snapshots and what must be sent where is planned on the main rank. It is sent through a
 process group of its own, with the gloo backend and one rank of each host: nothing waits behind the training's
 collectives, and none of those is disturbed.
+
+Gloo asks nobody who he is. So everything that is sent carries a MAC, whose key the main rank draws for each connection
+and hands out through the job's store: what another process on the network sends is refused before it is committed.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hmac
 import json
 import logging
 import os
+import secrets
+import socket
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -124,33 +134,70 @@ _BANDWIDTH = 1e9  # bytes per second
 _BLOCK = 8 << 20
 _PATIENCE = timedelta(seconds=30)  # with a host that sends or takes nothing
 _MOST_HEADER = 64 << 20  # bytes
-_DATA, _DONE = 1, 2  # tags: two hosts may send to each other at the same time, and confirm
+_DATA, _DONE = 1, 2  # tags of gloo: two hosts may send to each other at the same time, and confirm
+_TAG = 32  # bytes of a MAC, and of the key that it is made with
+_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
+_LOOPBACK = 127  # the first byte of such an address
 
 
 class LinkError(StorageError):
     """The other host is gone, or this run ends."""
 
 
+class Conversation:
+    """What one rank has sent another, in a MAC that grows with it: nothing can be altered, repeated or left out."""
+
+    def __init__(self, key: bytes, sender: int, receiver: int, kind: int) -> None:
+        self._mac = blake2b(f"{kind}: {sender} to {receiver}".encode(), key=key, digest_size=_TAG)
+
+    def add(self, data: torch.Tensor) -> None:
+        self._mac.update(data.numpy().data)
+
+    @property
+    def tag(self) -> torch.Tensor:
+        return torch.frombuffer(bytearray(self._mac.digest()), dtype=torch.uint8)
+
+    def check(self, tag: torch.Tensor, sender: int) -> None:
+        if not hmac.compare_digest(self._mac.digest(), tag.numpy().tobytes()):
+            raise LinkError(
+                f"what came in the name of rank {sender} was not sent by it: somebody else is on the network."
+            )
+
+
 @dataclass
 class HostLink:
-    """A connection between the first ranks of all hosts."""
+    """A connection between the first ranks of all hosts. `key`: a secret of them, with which they know each other."""
 
     group: Any
+    rank: int
+    key: bytes = field(repr=False)
     members: Members = None  # the numbers in the job of the ranks that are connected here, if they are not all
     bandwidth: float = field(default_factory=lambda: bandwidth())
     closing: bool = False
+    _conversations: dict[tuple[int, int, int], Conversation] = field(default_factory=dict, repr=False)
     _block: torch.Tensor = field(default_factory=lambda: torch.empty(_BLOCK, dtype=torch.uint8), repr=False)
 
     @classmethod
     def connect(cls, owners: Sequence[int], ranks: Ranks) -> HostLink | None:
         """Every rank makes this call. Returns None on those that are not first on their host."""
+        key = decide_together(ranks, _CALL, Result(), lambda _: secrets.token_hex(_TAG))
         some = ranks.members is not None  # then no other rank of the job takes part
         numbers = [ranks.members[owner] for owner in owners] if ranks.members is not None else [*owners]
         try:
-            group = dist.new_group(numbers, _PATIENCE, "gloo", use_local_synchronization=some)
+            with _on_the_interface_of_the_job():
+                group = dist.new_group(numbers, _PATIENCE, "gloo", use_local_synchronization=some)
         except (RuntimeError, ValueError) as error:
             raise LinkError(f"the hosts cannot be connected: {error}") from error
-        return cls(group, ranks.members) if ranks.rank in owners else None
+        return cls(group, ranks.rank, bytes.fromhex(key), ranks.members) if ranks.rank in owners else None
+
+    def _said(self, sender: int, receiver: int, kind: int = _DATA) -> Conversation:
+        """What was said so far. A confirmation is about all data that came the other way."""
+        which = (sender, receiver, kind)
+        found = self._conversations.setdefault(which, Conversation(self.key, *which))
+        if kind == _DONE:
+            found.add(self._said(receiver, sender).tag)
+        return found
 
     def send(self, storage: Storage, name: str, receiver: int) -> None:
         """Send a snapshot: its files that are here, and the manifest last. Returns when the other host has committed
@@ -167,7 +214,8 @@ class HostLink:
                 storage.read_into(key, start, part.numpy().data)
                 self._send(part, receiver)
                 throttle.passed(len(part))
-        self._receive(torch.empty(1, dtype=torch.uint8), receiver, _DONE)
+            self._send_tag(receiver)
+        self._check_tag(receiver, _DONE)
 
     def receive(self, storage: Storage, sender: int) -> str:
         """Take a snapshot, and commit it: its manifest comes last. Returns its name.
@@ -180,7 +228,7 @@ class HostLink:
             remove_files(storage, header["name"])
         for key, size in header["files"]:
             storage.write(key, self._pieces(size, sender))
-        self._send(torch.ones(1, dtype=torch.uint8), sender, _DONE)
+        self._send_tag(sender, _DONE)
         return str(header["name"])
 
     def _pieces(self, size: int, sender: int) -> Iterator[memoryview]:
@@ -188,11 +236,13 @@ class HostLink:
             part = self._block[: min(_BLOCK, size - start)]
             self._receive(part, sender)
             yield part.numpy().data
+        self._check_tag(sender)  # before the file is complete, and so before the manifest commits all of them
 
     def _send_header(self, header: dict[str, Any], receiver: int) -> None:
         data = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
         self._send(torch.tensor([len(data)]), receiver)
         self._send(data, receiver)
+        self._send_tag(receiver)
 
     def _receive_header(self, sender: int) -> dict[str, Any]:
         length = torch.zeros(1, dtype=torch.int64)
@@ -201,14 +251,27 @@ class HostLink:
             raise LinkError(f"rank {sender} sends something else than a snapshot.")
         data = torch.empty(int(length), dtype=torch.uint8)
         self._receive(data, sender)
+        self._check_tag(sender)
         header: dict[str, Any] = json.loads(data.numpy().tobytes())
         return header
 
-    def _send(self, data: torch.Tensor, receiver: int, tag: int = _DATA) -> None:
-        self._wait(lambda: dist.isend(data, self._in_job(receiver), self.group, tag), receiver)
+    def _send(self, data: torch.Tensor, receiver: int) -> None:
+        self._said(self.rank, receiver).add(data)
+        self._wait(lambda: dist.isend(data, self._in_job(receiver), self.group, _DATA), receiver)
 
-    def _receive(self, data: torch.Tensor, sender: int, tag: int = _DATA) -> None:
-        self._wait(lambda: dist.irecv(data, self._in_job(sender), self.group, tag), sender)
+    def _receive(self, data: torch.Tensor, sender: int) -> None:
+        self._wait(lambda: dist.irecv(data, self._in_job(sender), self.group, _DATA), sender)
+        self._said(sender, self.rank).add(data)
+
+    def _send_tag(self, receiver: int, kind: int = _DATA) -> None:
+        """Show that all that was sent so far is from here."""
+        tag = self._said(self.rank, receiver, kind).tag
+        self._wait(lambda: dist.isend(tag, self._in_job(receiver), self.group, kind), receiver)
+
+    def _check_tag(self, sender: int, kind: int = _DATA) -> None:
+        tag = torch.empty(_TAG, dtype=torch.uint8)
+        self._wait(lambda: dist.irecv(tag, self._in_job(sender), self.group, kind), sender)
+        self._said(sender, self.rank, kind).check(tag, sender)
 
     def _in_job(self, rank: int) -> int:
         return rank if self.members is None else self.members[rank]
@@ -220,6 +283,38 @@ class HostLink:
             begin().wait()
         except RuntimeError as error:
             raise LinkError(f"the host of rank {other} does not answer: {error}") from error
+
+
+@contextmanager
+def _on_the_interface_of_the_job() -> Iterator[None]:
+    """Gloo listens where this host reaches the others of the job, unless `GLOO_SOCKET_IFNAME` says where.
+
+    By itself it listens on whatever address the host's name has, which may be a public one.
+    """
+    name = "" if os.environ.get(_INTERFACE_VARIABLE) else interface_to(os.environ.get("MASTER_ADDR", ""))
+    if name:
+        os.environ[_INTERFACE_VARIABLE] = name
+    try:
+        yield
+    finally:
+        if name:
+            del os.environ[_INTERFACE_VARIABLE]
+
+
+def interface_to(host: str) -> str:
+    """The network interface from which a host is reached; empty if it is not known, or is the loopback."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 1))  # sends nothing: the kernel chooses a route
+            mine = socket.inet_aton(probe.getsockname()[0])
+            for _, name in socket.if_nameindex():
+                with suppress(OSError):  # it has no address
+                    asked = struct.pack("256s", name.encode())
+                    if fcntl.ioctl(probe.fileno(), _GET_ADDRESS, asked)[20:24] == mine and mine[0] != _LOOPBACK:
+                        return name
+    except OSError:
+        pass
+    return ""
 
 
 def bandwidth() -> float:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ckpt.errors import ConfigError, UntrustedError
+from ckpt.errors import CkptError, ConfigError, UntrustedError
 from ckpt.formats.native.manifest import Manifest, Signature, short
+from ckpt.storage import LocalStorage
 from ckpt.storage.local.files import open_regular
 
 if TYPE_CHECKING:
@@ -218,12 +220,96 @@ class Seal:
         return manifest if self.key is None else self.key.sign(manifest)
 
 
+_HEAD = re.compile(r"([0-9a-f]{32})(?::([0-9]{1,15}))?\s?")
+
+
+def is_head(text: object) -> bool:
+    """Whether this is `RUN` or `RUN:NUMBER`."""
+    return isinstance(text, str) and _HEAD.fullmatch(text) is not None
+
+
+@dataclass
+class Head:
+    """A run, and the number of the newest checkpoint that is known of it: other runs' are refused, and older ones.
+
+    A genuine signature says neither whether a checkpoint is of this run nor whether newer ones were removed. `path`: a
+    file that remembers both from one process to the next. No head is known yet if `run` is empty.
+    """
+
+    run: str = ""
+    number: int = 0
+    path: str = ""
+
+    @classmethod
+    def parse(cls, text: str, path: str = "") -> Head:
+        found = _HEAD.fullmatch(text)
+        if found is None:
+            where = path or "the run that is required"
+            raise ConfigError(f"{where} must be RUN or RUN:NUMBER, as 'ckpt show' has them, and is {text[:100]!r}.")
+        return cls(found[1], int(found[2] or 0), path)
+
+    @classmethod
+    def remembered(cls, path: KeySource) -> Head:
+        """What a file says, which need not be there yet."""
+        name = os.path.abspath(os.path.expanduser(os.fspath(path)))
+        try:
+            descriptor = open_regular(name)
+        except FileNotFoundError:
+            return cls(path=name)
+        except OSError as error:
+            raise ConfigError(
+                f"{name}, which remembers the head of the run, is unreadable: {error.strerror}."
+            ) from None
+        with os.fdopen(descriptor, "rb") as file:
+            return cls.parse(file.read(_LARGEST).decode("ascii", "replace"), name)
+
+    def problem(self, manifest: Manifest) -> str:
+        """Why a checkpoint is not what it must be; empty if it is."""
+        if self.run and manifest.run != self.run:
+            return f"it is of run {manifest.run}, and must be of {self.run}"
+        if self.run and manifest.sequence < self.number:
+            return (
+                f"it is number {manifest.sequence} of its run, and number {self.number} was there: newer ones were "
+                f"removed, or an older one was put back. {self._way_back()}"
+            )
+        return ""
+
+    def refuse_other(self, run: str, url: str) -> None:
+        """Raise where a run that has not resumed begins, or saves, in place of the one that is known."""
+        if self.run and self.run != run:
+            raise UntrustedError(
+                f"{url} had checkpoints of run {self.run}, up to number {self.number}, and none of them was loaded: "
+                f"they were removed, or this is another root. {self._way_back()}."
+            )
+
+    def _way_back(self) -> str:
+        if not self.path:
+            return "Require the run without a number to go back on purpose"
+        return f"To go back on purpose, name a checkpoint, as in load_state(name); to begin again, remove {self.path}"
+
+    def advance(self, manifest: Manifest) -> None:
+        """Remember a checkpoint that was saved, or loaded from the root or its mirror."""
+        if not self.path or (self.run and (manifest.run != self.run or manifest.sequence <= self.number)):
+            return
+        self.run, self.number = manifest.run, manifest.sequence
+        folder, name = os.path.split(self.path)
+        try:
+            LocalStorage(folder).write(name, [f"{self.run}:{self.number}\n".encode()])
+        except CkptError as error:
+            _log.warning("%s, which remembers the head of the run, was not written: %s", self.path, error)
+
+
 @dataclass(frozen=True)
 class Trust:
-    """The public keys whose signatures are believed, and whether anything else is refused."""
+    """The public keys whose signatures are believed, whether anything else is refused, and which run and head."""
 
     keys: tuple[str, ...] = ()
     required: bool = False
+    head: Head | None = None
+
+    def of_named(self) -> Trust:
+        """The same for a checkpoint that was named by a user of a manager: it may be an older one."""
+        return self if self.head is None else replace(self, head=Head(self.head.run, path=self.head.path))
 
     def checked(self, manifest: Manifest) -> Manifest:
         """The manifest, authentic if one of the keys has signed it; then its files are compared by SHA-256.
@@ -237,6 +323,7 @@ class Trust:
             return manifest
         problem = "" if has_signed(signature.key, signature) else "what it says does not fit its signature"
         problem = problem or _problem(manifest, signature.name)
+        problem = problem or (self.head.problem(manifest) if self.head is not None else "")
         if problem:
             raise UntrustedError(f"{manifest.name} is refused: {problem}.")
         return replace(manifest, signature=replace(signature, verified=True))
@@ -289,16 +376,26 @@ def _problem(manifest: Manifest, signed_name: str) -> str:
     return f"it has no SHA-256 of {', '.join(without)}" if without else ""
 
 
-def open_trust(verify_key: KeySource | None, *, required: bool = False, own: SigningKey | None = None) -> Trust:
-    """What is believed with these keys, or those of the environment, and the one that this process signs with."""
+def open_trust(
+    verify_key: KeySource | None,
+    *,
+    required: bool | str = False,
+    own: SigningKey | None = None,
+    head: Head | None = None,
+) -> Trust:
+    """What is believed with these keys, or those of the environment, and the one that this process signs with.
+
+    `required`: whether all else is refused; as text, the run, and the number, that it must have besides.
+    """
     keys = find_verify_keys(verify_key)
     keys = tuple(dict.fromkeys([*keys, *([own.id] if own is not None else [])]))
-    if required and not keys:
+    head = Head.parse(required) if isinstance(required, str) else head
+    if (required or head) and not keys:
         raise ConfigError(
             "signatures are required, and there is no key to verify them with: give verify_key= (on the command line "
             "--key), or set CKPT_VERIFY_KEY. The key that a run signs with will do, too."
         )
-    return Trust(keys, required)
+    return Trust(keys, bool(required) or head is not None, head)
 
 
 class KeyOptions(Protocol):
@@ -311,10 +408,14 @@ class KeyOptions(Protocol):
     def verify_key(self) -> KeySource | None: ...
 
     @property
-    def required(self) -> bool: ...
+    def required(self) -> bool | str: ...
+
+    @property
+    def head(self) -> KeySource | None: ...
 
 
 def open_keys(options: KeyOptions, *, sha256: bool) -> tuple[Seal, Trust]:
     """How the checkpoints of a run are sealed, and which ones it believes."""
     key = find_signing_key(options.key)
-    return Seal(sha256, key), open_trust(options.verify_key, required=options.required, own=key)
+    head = Head.remembered(options.head) if options.head is not None else None
+    return Seal(sha256, key), open_trust(options.verify_key, required=options.required, own=key, head=head)

@@ -249,6 +249,7 @@ def verify(
     url: str | os.PathLike[str],
     *,
     verify_key: KeySource | None = None,
+    require_signed: bool | str = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, list[str]]:
     """Find what is wrong with a checkpoint, or with each checkpoint of a root.
@@ -259,6 +260,7 @@ def verify(
     Args:
         url: A root or a checkpoint.
         verify_key: As in `Signing`: a checkpoint that none of these keys has signed then counts as wrong too.
+        require_signed: As `required` of `Signing`. A key implies True.
         storage_options: As for the manager.
 
     Returns:
@@ -267,7 +269,7 @@ def verify(
     Raises:
         MissingError: There is neither a root nor a checkpoint.
     """
-    trust = required_by(verify_key)
+    trust = required_by(verify_key, require_signed)
     storage, names, is_checkpoint = catalog.resolve(url, storage_options)
     found = [verify_checkpoint(storage, name, trust) for name in names]
     return {
@@ -277,9 +279,9 @@ def verify(
     }
 
 
-def required_by(verify_key: KeySource | None) -> Trust:
+def required_by(verify_key: KeySource | None, require_signed: bool | str = False) -> Trust:
     """Whom to believe where a key says that signatures matter: the caller's, or that of the environment."""
-    return replace(trust := open_trust(verify_key), required=bool(trust.keys))
+    return replace(trust := open_trust(verify_key, required=require_signed), required=bool(trust.keys))
 
 
 def verify_checkpoint(storage: Storage, name: str, trust: Trust = BELIEVES_ALL) -> Verification:

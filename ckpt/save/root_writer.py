@@ -25,7 +25,7 @@ from ckpt.root.lock import lock_root
 from ckpt.root.mirror import MirrorWorker
 from ckpt.root.open import parent_instead
 from ckpt.root.retention import Keep
-from ckpt.root.signing import Seal
+from ckpt.root.signing import Head, Seal
 from ckpt.root.write_link_commit import Attempt, EarlierFile, UnsureCommits, WrittenFile
 from ckpt.shown import shown
 from ckpt.storage import Staging, Storage
@@ -405,6 +405,7 @@ class RootWriter:
     hosts: Hosts = field(default_factory=Hosts)
     numbering: Numbering = field(default_factory=Numbering)
     seal: Seal | None = None  # what manifests get beside the hashes that find damage
+    head: Head | None = None  # what whoever loads remembers of this run
     lineage: Lineage = field(default_factory=Lineage)
     links: Links = field(default_factory=Links)
     damaged: set[str] = field(default_factory=set)
@@ -559,6 +560,8 @@ class RootWriter:
         if isinstance(newer := lost.get(name), VersionError):
             raise newer
         self.lineage.require_resumed(self.storage.url, self._newest, lost)
+        if self.head is not None:
+            self.head.refuse_other(self.lineage.run, self.storage.url)
         refuse_foreign(self.storage, name, self.held, present)
 
     def _begin(self, attempt: Attempt, paths: list[str]) -> Attempt:
@@ -620,6 +623,8 @@ class RootWriter:
     def _record(self, manifest: Manifest, version: str | None = None) -> None:
         assert self.held is not None
         self.held.add(manifest, version)
+        if self.head is not None and manifest.signature is not None:
+            self.head.advance(manifest)
         self.damaged.discard(manifest.name)
         self.lineage.resumed = {}
         if self.mirror is not None:

@@ -371,7 +371,7 @@ def convert(
     max_shard_size: int | str | None = None,
     sign: KeySource | bool | None = None,
     verify_key: KeySource | None = None,
-    require_signed: bool = False,
+    require_signed: bool | str = False,
 ) -> Converted:
     """Convert a checkpoint between formats.
 

@@ -181,7 +181,7 @@ def diff(
     format: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     verify_key: KeySource | None = None,
-    require_signed: bool = False,
+    require_signed: bool | str = False,
 ) -> Diff:
     """Compare two checkpoints, tensor by tensor and value by value.
 

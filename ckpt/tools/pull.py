@@ -223,7 +223,7 @@ def pull(
     token: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     verify_key: KeySource | None = None,
-    require_signed: bool = False,
+    require_signed: bool | str = False,
 ) -> str:
     """Copy a repository, or what is at a URL or in a folder, to another place.
 

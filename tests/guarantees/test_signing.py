@@ -354,6 +354,127 @@ class TestEveryReaderAsksTheSameTrust:
         assert "signed" not in caplog.text
 
 
+def head_of(root: Path, name: str) -> str:
+    manifest = read_manifest(LocalStorage(root), name)
+    return f"{manifest.run}:{manifest.sequence}"
+
+
+@pytest.mark.parametrize("use", [*USERS, "load_state", "verify"])
+class TestEveryReaderAsksForTheRun:
+    def test_another_run_of_the_same_key_is_refused_and_so_is_what_is_older(
+        self, run: Path, key: str, tmp_path: Path, use: str
+    ) -> None:
+        public, mine = f"{key}.pub", head_of(run, "b")
+        train(tmp_path / "theirs", *"abcd", signing=ckpt.Signing(key=key))
+        self._use(use, run / "b", tmp_path / "0", public, mine)
+        self._use(use, run / "a", tmp_path / "1", public, mine.partition(":")[0])
+        with pytest.raises(ckpt.UntrustedError, match=f"d is refused: it is of run .* and must be of {mine[:32]}"):
+            self._use(use, tmp_path / "theirs" / "d", tmp_path / "2", public, mine)
+        older = "a is refused: it is number 1 of its run, and number 2 was there: newer ones were removed"
+        with pytest.raises(ckpt.UntrustedError, match=older):
+            self._use(use, run / "a", tmp_path / "3", public, mine)
+
+    def _use(self, use: str, source: Path, to: Path, public: str, head: str) -> None:
+        if use == "verify":
+            for problem in ckpt.verify(source, verify_key=public, require_signed=head)[source.name]:
+                raise ckpt.UntrustedError(problem)
+        elif use == "load_state":  # as the newest: what is named may be older
+            others = [path for path in source.parent.iterdir() if path.is_dir() and path != source]
+            to.mkdir()
+            for path in others:
+                path.rename(to / path.name)
+            load(source.parent, signing=ckpt.Signing(verify_key=public, required=head))
+            for path in others:
+                (to / path.name).rename(path)
+        else:
+            USERS[use](source, to, {"verify_key": public, "require_signed": head})
+
+
+def test_commands_take_the_run_too(run: Path, key: str) -> None:
+    head, command = head_of(run, "b"), ["verify", str(run), "--key", f"{key}.pub", "--run"]
+    assert CliRunner().invoke(main, [*command, head[:32]]).exit_code == 0
+    refused = CliRunner().invoke(main, [*command, head])
+    assert (refused.exit_code, "number 2 was there" in refused.output) == (1, True)
+    wrong = CliRunner().invoke(main, ["show", str(run), "--key", f"{key}.pub", "--run", "b"])
+    assert "must be RUN or RUN:NUMBER" in wrong.output
+
+
+class TestTheHeadThatAManagerRemembers:
+    @pytest.fixture
+    def signing(self, tmp_path: Path, key: str) -> ckpt.Signing:
+        return ckpt.Signing(key=key, head=tmp_path / "mine" / "head")
+
+    @pytest.fixture
+    def root(self, tmp_path: Path, signing: ckpt.Signing) -> Path:
+        train(tmp_path / "run", "a", "b", signing=signing)
+        return tmp_path / "run"
+
+    def test_it_grows_with_every_save_and_load_and_the_run_goes_on(
+        self, tmp_path: Path, root: Path, signing: ckpt.Signing, key: str
+    ) -> None:
+        assert (tmp_path / "mine" / "head").read_text().strip() == head_of(root, "b")
+        train(root, "c", first=3, signing=signing)
+        assert (tmp_path / "mine" / "head").read_text().strip() == head_of(root, "c")
+        reader = ckpt.Signing(verify_key=f"{key}.pub", head=tmp_path / "mine" / "another")
+        load(root, signing=reader)
+        assert (tmp_path / "mine" / "another").read_text().strip() == head_of(root, "c")
+
+    def test_when_newer_ones_were_removed_it_is_no_longer_silent(self, root: Path, signing: ckpt.Signing) -> None:
+        shutil.rmtree(root / "b")
+        with pytest.raises(ckpt.UntrustedError, match=r"a is refused: it is number 1 .* name a checkpoint"):
+            train(root, "c", signing=signing)
+        assert load(root, "a", signing=signing)[1] == 1.0  # on purpose
+
+    def test_an_older_one_that_is_put_back_under_its_own_name_is_refused(
+        self, tmp_path: Path, root: Path, signing: ckpt.Signing
+    ) -> None:
+        shutil.copytree(root / "b", tmp_path / "older")
+        train(root, "b", first=3, signing=signing)
+        shutil.rmtree(root / "b")
+        shutil.copytree(tmp_path / "older", root / "b")
+        with pytest.raises(ckpt.UntrustedError, match=r"b is refused: it is number 2 .* number 3 was there"):
+            load(root, signing=signing)
+
+    def test_another_run_of_the_same_key_is_passed_over_however_new_it_is(
+        self, tmp_path: Path, root: Path, signing: ckpt.Signing, key: str
+    ) -> None:
+        train(tmp_path / "theirs", *"vwxyz", signing=ckpt.Signing(key=key))
+        shutil.copytree(tmp_path / "theirs" / "z", root / "z")
+        restored, value = load(root, signing=signing)
+        assert (restored.name, value) == ("b", 2.0)
+        assert "it is of run" in restored.passed_over["z"]
+        with pytest.raises(ckpt.UntrustedError, match="z is refused: it is of run"):
+            load(root, "z", signing=signing)
+
+    @pytest.mark.parametrize("resumes", [True, False])
+    def test_no_run_begins_where_another_one_was(self, root: Path, signing: ckpt.Signing, resumes: bool) -> None:
+        shutil.rmtree(root)
+        with (
+            ckpt.StateManager(root, model=nn.Linear(4, 4), signing=signing) as manager,
+            pytest.raises(ckpt.UntrustedError, match="up to number 2, and none of them was loaded"),
+        ):
+            manager.resume() if resumes else manager.save_state("c", wait=True)
+        assert not (root / "c").exists()
+
+    def test_it_needs_a_key_and_a_file_that_can_be_understood(self, tmp_path: Path, key: str) -> None:
+        (tmp_path / "head").write_text("nonsense")
+        for signing in (ckpt.Signing(head=tmp_path / "new"), ckpt.Signing(key=key, head=tmp_path / "head")):
+            with pytest.raises(ckpt.ConfigError, match=r"no key to verify|must be RUN or RUN:NUMBER, .* 'nonsense'"):
+                ckpt.StateManager(tmp_path / "run", model=nn.Linear(4, 4), signing=signing)
+        with pytest.raises(ckpt.ConfigError, match="leave the run in required= out"):
+            ckpt.Signing(key=key, head=tmp_path / "new", required="0" * 32)
+
+    def test_snapshots_in_memory_are_not_remembered_as_they_may_be_lost(
+        self, tmp_path: Path, root: Path, signing: ckpt.Signing, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CKPT_MEMORY_KEEPER", "off")
+        with ckpt.StateManager(root, model=nn.Linear(4, 4), signing=signing, memory=1) as manager:
+            manager.resume()
+            for _ in range(3):
+                manager.step()
+            assert (tmp_path / "mine" / "head").read_text().strip() == head_of(root, "b")
+
+
 class TestConvert:
     def test_signs_what_it_has_verified(self, run: Path, key: str, another_key: str, tmp_path: Path) -> None:
         ckpt.convert(run / "a", tmp_path / "own", sign=key)
@@ -646,6 +767,26 @@ def test_what_many_ranks_saved_is_signed_by_the_main_one_and_verified_by_all(
     for folder in (root / "0", root / "1") if own_roots else (root,):
         reseal(folder, "b", CHANGES["step"])
     run_ranks(2, _load_in_ranks, str(root), kind, public, "a", "does not fit its signature")
+
+
+def _begin_in_ranks(rank: int, root: str, key: str, head: str) -> None:
+    """The main rank's host alone has the file, and all ranks are refused."""
+    signing = ckpt.Signing(key=key, head=f"{head}-{rank}")
+    with (
+        _managed(rank, root, "one root", signing=signing) as (manager, _),
+        pytest.raises(ckpt.UntrustedError, match=r"none of them was loaded|number 2 was there"),
+    ):
+        manager.resume()
+
+
+@pytest.mark.slow
+def test_where_the_main_rank_alone_remembers_the_head_all_ranks_are_refused(tmp_path: Path, key: str) -> None:
+    root, head = tmp_path / "run", tmp_path / "head"
+    run_ranks(2, _save_in_ranks, str(root), "one root", key)
+    Path(f"{head}-0").write_text(head_of(root, "b"))
+    for name in ("b", "a"):
+        shutil.rmtree(root / name)
+        run_ranks(2, _begin_in_ranks, str(root), key, str(head))
 
 
 def _collide_weights(root: Path, key: str) -> None:

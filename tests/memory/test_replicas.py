@@ -12,11 +12,23 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.memory.replicas import SLOT, Held, Transfer, bandwidth, plan_transfers
+from ckpt.memory.replicas import (
+    SLOT,
+    Conversation,
+    Held,
+    HostLink,
+    LinkError,
+    Transfer,
+    bandwidth,
+    interface_to,
+    plan_transfers,
+)
 from ckpt.memory.slot_storage import REPLICA
+from ckpt.ranks.find import find_ranks
 from ckpt.root.mirror import Throttle
 from ckpt.storage import LocalStorage
 from tests.helpers.namespaces import Node, run_on_nodes
+from tests.helpers.processes import run_ranks
 from tests.memory.host_jobs import Job
 
 
@@ -100,9 +112,11 @@ import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 import ckpt
+from ckpt.memory.replicas import interface_to
 
 root, state, last, expected = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 dist.init_process_group("gloo")
+assert interface_to(os.environ["MASTER_ADDR"]) == os.environ.pop("GLOO_SOCKET_IFNAME")  # the hosts are connected there
 torch.manual_seed(0)
 model = fully_shard(nn.Linear(30, 30))
 optimizer = torch.optim.AdamW(model.parameters())
@@ -163,6 +177,58 @@ def held(owner: int, place: str, sequence: int, *parts: int) -> Held:
         ["state", *(f"rank-{part}" for part in parts)],
         ranks,
     )
+
+
+def _send_as_another(rank: int, folder: str) -> None:
+    """Rank 0 sends a snapshot as who it is, then as somebody who does not know the secret."""
+    storage = LocalStorage(f"{folder}/{rank}")
+    link = HostLink.connect([0, 1], find_ranks(folder, 60))
+    assert link is not None
+    if rank == 0:
+        alone = ckpt.RankOptions(alone=True)
+        with ckpt.StateManager(f"{folder}/0", model=nn.Linear(4, 4), ranks=alone) as manager:
+            manager.save_state("mine")
+            manager.save_state("forged")
+        link.send(storage, "mine", 1)
+        link.key = bytes(32)
+        link._conversations.clear()
+        with pytest.raises(LinkError):  # the other is gone
+            link.send(storage, "forged", 1)
+        return
+    assert link.receive(storage, 0) == "mine"
+    with pytest.raises(LinkError, match="what came in the name of rank 0 was not sent by it"):
+        link.receive(storage, 0)
+    assert ckpt.verify(f"{folder}/1") == {"mine": []}
+    assert {entry.key.partition("/")[0] for entry in storage.list()} == {"mine"}
+
+
+@pytest.mark.slow
+def test_what_somebody_else_sends_in_the_name_of_a_host_is_refused(tmp_path: Path) -> None:
+    run_ranks(2, _send_as_another, str(tmp_path))
+
+
+class TestConversation:
+    def test_both_ends_have_the_same_tag_after_the_same_words_alone(self) -> None:
+        words = [torch.arange(9, dtype=torch.uint8), torch.tensor([5])]
+
+        def tag(*said: torch.Tensor, key: bytes = b"k", ends: tuple[int, int] = (0, 1), kind: int = 1) -> bytes:
+            conversation = Conversation(key, *ends, kind)
+            for data in said:
+                conversation.add(data)
+            return conversation.tag.numpy().tobytes()
+
+        others = [tag(*words[::-1]), tag(*words, words[0]), tag(words[0]), tag(*words, key=b"l")]
+        others += [tag(*words, ends=(1, 0)), tag(*words, kind=2)]
+        assert tag(*words) == tag(*words)
+        assert len({tag(*words), *others}) == 7
+
+
+class TestInterface:
+    """Between two nodes it is found by the script above."""
+
+    @pytest.mark.parametrize("host", ["127.0.0.1", "", "no such host"])
+    def test_it_is_left_to_gloo_where_it_is_the_loopback_or_unknown(self, host: str) -> None:
+        assert interface_to(host) == ""
 
 
 HOSTS = {0: (0,), 1: (1,), 2: (2,)}
