@@ -146,3 +146,61 @@ def test_a_save_that_failed_on_the_main_rank_is_not_joined_later() -> None:
     with pytest.raises(ckpt.RanksError, match="a save that rank 0 has called has failed"):
         other.join_next()
     assert joined == []
+
+
+def pair(*, place: list[Any] | None = None) -> tuple[MainProcessSaves, MainProcessSaves, list[str | None]]:
+    """Two ranks in one process, and what the second has joined."""
+    store, joined = TimedStore(HashStore(), 5.0), list[str | None]()
+    groups = [StoreGroup(store.below("group"), rank, 2, 5.0, store, BuiltManagers()) for rank in range(2)]
+    main = MainProcessSaves(groups[0], joined.append, lambda: [1])
+    return main, MainProcessSaves(groups[1], joined.append, lambda: place or [1]), joined
+
+
+def test_saves_are_joined_at_the_meeting_that_they_were_called_before_each_once() -> None:
+    main, other, joined = pair()
+    main.meet()
+    other.meet()
+    assert joined == []
+    for name in ("a", None):
+        with main.announced(name):
+            main.meet()  # a hook of the save waits for everyone
+    main.meet()
+    other.meet()
+    assert joined == ["a", None]
+    with main.announced("early"):  # before the next meeting
+        pass
+    assert other.join_next()
+    main.meet()
+    assert not other.join_next()
+    other.meet()
+    main.meet()
+    with main.announced("of the meeting after"):
+        pass
+    other.meet()
+    assert joined == ["a", None, "early"]
+    main.meet()
+    other.meet()
+    assert joined == ["a", None, "early", "of the meeting after"]
+
+
+def test_a_save_of_another_place_is_refused() -> None:
+    main, other, joined = pair(place=[2])
+    with main.announced("a"):
+        pass
+    with pytest.raises(ckpt.RanksError, match=r"where this rank no longer is .*: \[1, 1\] there, \[1, 2\] here"):
+        other.meet()
+    assert joined == []
+
+
+def test_who_waits_for_the_main_rank_asks_it_ever_less_often_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, other, joined = pair()
+    pauses: list[float] = []
+    now = time.monotonic()
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    monkeypatch.setattr(time, "monotonic", lambda: now + 40.0 * len(pauses))
+    with pytest.raises(ckpt.RanksError, match="rank 0 has not read the next batch, or waited for everyone, for 1800 s"):
+        other.meet()
+    assert pauses[:3] == pytest.approx([0.0002, 0.0003, 0.00045])
+    assert pauses[-1] == 0.02
+    assert len(pauses) == 45
+    assert joined == []

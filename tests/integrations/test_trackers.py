@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +110,6 @@ def _told_on_ranks(rank: int, root: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_of_several_ranks_the_main_one_is_told(tmp_path: Path) -> None:
     assert not any(run_ranks(2, _told_on_ranks, str(tmp_path)))
 
@@ -120,10 +121,16 @@ def report(**changed: Any) -> SaveReport:
 
 def test_prometheus_finds_the_newest_save_in_a_file(tmp_path: Path) -> None:
     record = trackers.prometheus(tmp_path / "ckpt.prom", run='a "b"')
-    record(report(mirrored=False))
-    record(report(name="b", step=8, mirrored=False))
-    record(report(mirrored=True))
-    text = (tmp_path / "ckpt.prom").read_text()
+    behind = []
+    for told in (report(), report(mirrored=False), report(name="b", step=8, mirrored=False), report(mirrored=True)):
+        record(told)
+        text = (tmp_path / "ckpt.prom").read_text()
+        behind.append(text.partition("ckpt_not_mirrored{")[2].split()[-1])
+    assert behind == ["0.0", "1.0", "2.0", "1.0"]
+    values = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+    assert [value for name, _, value in values if "timestamp" not in name] == [
+        "0.25", "1.5", "100.0", "40.0", "7.0", "1.0",
+    ]  # fmt: skip
     assert 'ckpt_seconds_blocked{run="a \\"b\\""} 0.25\n' in text
     assert "# TYPE ckpt_bytes gauge\n" in text
     assert 'ckpt_not_mirrored{run="a \\"b\\""} 1.0\n' in text
@@ -139,6 +146,42 @@ def test_tensorboard_has_scalars_at_the_step(tmp_path: Path) -> None:
         trackers.tensorboard(writer)(report())
     found = EventAccumulator(str(tmp_path)).Reload().Scalars("ckpt/seconds_blocked")
     assert [(event.step, event.value) for event in found] == [(7, 0.25)]
+
+
+def test_what_a_tracker_is_told_of_a_save_and_not_of_its_copy_in_the_mirror(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+
+    class Tracker:
+        def add_scalar(self, *given: Any) -> None:
+            told.append(given)
+
+        def log(self, *given: Any, **named: Any) -> None:
+            told.append((*given, named))
+
+        log_metrics = log
+
+    numbers = {
+        "ckpt/seconds_blocked": 0.25, "ckpt/seconds_durable": 1.5, "ckpt/bytes": 100.0, "ckpt/bytes_linked": 40.0,
+    }  # fmt: skip
+    monkeypatch.setitem(sys.modules, "mlflow", Tracker())
+    for mirrored in (None, False, True):
+        record = report(mirrored=mirrored)
+        trackers.tensorboard(Tracker())(record)
+        trackers.wandb(Tracker())(record)
+        trackers.mlflow("mine")(record)
+    once = [
+        *((name, value, 7) for name, value in numbers.items()),
+        ({**numbers, "ckpt/step": 7}, {"commit": False}),
+        (numbers, {"step": 7, "run_id": "mine"}),
+    ]
+    assert told == once * 2
+    library = types.SimpleNamespace(run=None)
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    with pytest.raises(RuntimeError, match=r"no run of Weights & Biases is active"):
+        trackers.wandb()(report())
+    library.run = Tracker()
+    trackers.wandb()(report())
+    assert told[-1] == once[-2]
 
 
 @pytest.mark.slow

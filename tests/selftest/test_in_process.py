@@ -173,7 +173,7 @@ MISTAKES: dict[str, tuple[dict[str, str], str, str]] = {
         {"before": "optimizer = torch.optim.Adam(model.parameters())", "inside": ""}, "parameters", "is not managed"
     ),
     "a change after the save": (
-        {"after": "torch.nn.init.constant_(model[0].bias, manager.progress.step)", "before": "manager.resume()",
+        {"after": "torch.nn.init.constant_(model[1].bias, manager.progress.step)", "before": "manager.resume()",
          "batches": "torch.arange(32.0).view(8, 2, 2)[manager.progress.step :]"},
         "losses", "Code after manager.step() changes models",
     ),
