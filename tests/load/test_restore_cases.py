@@ -1,0 +1,441 @@
+"""Loads case by case: what is compared, what does not fit and why, what the report says, and where a name leads."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+
+import ckpt
+from ckpt.data.progress import Progress
+from ckpt.errors import ConfigError, DamagedError, MismatchError
+from ckpt.formats.layout import Layout
+from ckpt.formats.native.manifest import Host, Manifest
+from ckpt.load import reader as reading
+from ckpt.load import restore
+from ckpt.load.load_state import ELSEWHERE, Locations, Restored, StateLoader
+from ckpt.load.reader import CheckpointReader, check_rank_state
+from ckpt.load.restore import Elsewhere, find_elsewhere, from_main_rank, rewinder
+from ckpt.ranks.consensus import SingleProcess
+from ckpt.ranks.store_and_heartbeats import TimedStore
+from ckpt.ranks.store_group import BuiltManagers, StoreGroup
+from ckpt.root.catalog import find
+from ckpt.state import rng
+from ckpt.state.model import ModelPart
+from ckpt.state.parts import LEFT, WHOLE_PART, Notes, ObjectPart
+from ckpt.storage import LocalStorage, MemoryStorage, open_storage
+from tests.helpers.byte_checkpoints import MOMENT
+from tests.helpers.stateful import Stateful
+
+
+def manifest_of(root: Any, name: str = "a") -> Manifest:
+    found = find(open_storage(root), name).manifest
+    assert found is not None
+    return found
+
+
+def saved_reader(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> CheckpointReader:
+    with ckpt.StateManager(tmp_path) as manager:
+        manager.register(x=Stateful(tensors))
+        manager.save_state("a", wait=True)
+    return CheckpointReader(open_storage(tmp_path), manifest_of(tmp_path), 0)
+
+
+class TestTheReader:
+    @pytest.mark.parametrize("slab", [1, 12, 24, 30, 1 << 20])
+    def test_two_saved_tensors_are_equal_if_every_bit_is(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slab: int
+    ) -> None:
+        monkeypatch.setattr(reading, "_SLAB", slab)
+        base = torch.arange(21.0).view(7, 3)
+        last, first = base.clone(), base.clone()
+        last[6, 2] = first[0, 0] = -1
+        tensors = {
+            "base": base, "same": base.clone(), "last": last, "first": first, "tied": base,
+            "flat": base.clone().view(21), "half": base.half(),
+            "scalar": torch.tensor(1.0), "one": torch.tensor(1.0), "two": torch.tensor(2.0),
+            "empty": torch.empty(0, 3), "void": torch.empty(0, 3),
+        }  # fmt: skip
+        reader = saved_reader(tmp_path, tensors)
+        tree = reader.tree("x")
+        for one, other, equal in (
+            ("base", "same", True), ("base", "last", False), ("base", "first", False), ("base", "tied", True),
+            ("base", "flat", False), ("base", "half", False), ("scalar", "one", True), ("scalar", "two", False),
+            ("empty", "void", True), ("same", "last", False),
+        ):  # fmt: skip
+            assert tree[one].equals(tree[other], tensors[one]) == equal, (one, other)
+        assert reader.wanted == ([], [])
+        assert reader.ties("x") in ({"tied": "base"}, {"base": "tied"})
+        assert reader.ties("none") == {} if reader.has("none") else True
+
+    def test_what_is_asked_for_is_read_into_its_place_or_left(self, tmp_path: Path) -> None:
+        tensors = {"a": torch.arange(4.0), "b": torch.arange(3.0), "c": torch.ones(2)}
+        reader = saved_reader(tmp_path, tensors)
+        places = {"a": torch.zeros(4), "b": torch.zeros(3, requires_grad=True)}
+        read = reader.ask("x", lambda saved: places.get(saved.name, LEFT), live=True)
+        assert [len(wanted) for wanted in reader.wanted] == [0, 2]
+        reader.read_new()
+        reader.verify_live()
+        assert not places["a"].any()
+        reader.read_live(verified=True)
+        assert sum(map(len, reader.wanted)) == 0
+        found = read()
+        assert found["a"] is places["a"]
+        assert torch.equal(places["a"], tensors["a"])
+        assert torch.equal(places["b"], tensors["b"])
+        assert found["c"] is reader.tree("x")["c"]
+        again = reader.ask("x")
+        assert [len(wanted) for wanted in reader.wanted] == [3, 0]
+        reader.read_new()
+        assert all(torch.equal(again()[name], tensor) for name, tensor in tensors.items())
+        assert (reader.has("x"), reader.has("y"), reader.lacks("x"), reader.kind("x")) == (
+            True,
+            False,
+            False,
+            "Stateful",
+        )
+        assert (reader.spread("x"), reader.has_tensors("x"), reader.layouts("x")) == (False, True, frozenset())
+
+    def test_a_live_tensor_is_verified_again_only_where_it_is_signed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        reader, calls = saved_reader(tmp_path, {"a": torch.arange(4.0)}), list[str]()
+        monkeypatch.setattr(reading, "read", lambda *args, **options: calls.append("read"))
+        monkeypatch.setattr(reading, "read_verified", lambda *args, **options: calls.append("verified"))
+        for verified in (True, False):
+            reader.read_live(verified=verified)
+        signed: Any = SimpleNamespace(name="a", is_authentic=True, world_size=1)
+        reader.manifest = signed
+        reader.read_live(verified=True)
+        assert calls == ["read", "verified", "verified"]
+
+    def test_a_document_that_is_not_listed_is_damage(self, tmp_path: Path) -> None:
+        reader = saved_reader(tmp_path, {"a": torch.arange(4.0)})
+        without = replace(
+            reader.manifest, files=tuple(file for file in reader.manifest.files if file.name != "state.json")
+        )
+        with pytest.raises(DamagedError, match=r"a is damaged: it lists no state\.json"):
+            CheckpointReader(open_storage(tmp_path), without, 0)
+
+    def test_a_rank_that_was_not_there_reads_the_main_ranks_state(self, tmp_path: Path) -> None:
+        saved_reader(tmp_path, {"a": torch.arange(4.0)})
+        new = CheckpointReader(open_storage(tmp_path), manifest_of(tmp_path), 3)
+        assert (new.own, new.state["loaders"]) == ({}, {})
+        assert new.rank_state(0).keys() == new.state.keys()
+
+    def test_what_a_ranks_state_must_be(self) -> None:
+        good: dict[str, Any] = {"rng": rng.capture(), "generators": {}, "loaders": {}}
+        without_rng = {key: value for key, value in good.items() if key != "rng"}
+        assert check_rank_state({}, "x") == {}
+        for state, fine in (
+            (good, True),
+            ({**good, "loop": {"per_step": 2, "remarks": {"a": "b"}}}, True),
+            ({**good, "loop": {"per_step": -1}}, False),
+            ({**good, "loaders": {"data": {"batches": 3, "worn": True, "world_size": 1}}}, True),
+            ({**good, "loaders": {"data": {"batches": -3}}}, False),
+            ({**good, "loaders": {"data": {"world_size": 0}}}, False),
+            ({**good, "loaders": []}, False),
+            (without_rng, False),
+            ({**without_rng, "lacking": {"rng": "no"}}, True),
+            ({**good, "lacking": {"rng": 1}}, False),
+            ({**good, "rng": 1, "lacking": {"rng": "no"}}, False),
+            ({**good, "source": {}}, True),
+            ({**good, "source": {"step": 1}}, False),
+            ({**good, "source": {"step": 1, "sync_gradients": True, "saves": 0, "loaders": {}}}, True),
+            ({**good, "source": {"step": 1, "sync_gradients": 1, "saves": 0, "loaders": {}}}, False),
+            (
+                {
+                    **good,
+                    "source": {"step": 1, "sync_gradients": True, "saves": 0, "loaders": {"a": {"iteration": -1}}},
+                },
+                False,
+            ),
+        ):
+            if fine:
+                assert check_rank_state(state, "x") == state
+            else:
+                with pytest.raises(DamagedError, match=r"^x is damaged: "):
+                    check_rank_state(state, "x")
+
+
+def report(**fields: Any) -> Restored:
+    known: dict[str, Any] = {
+        "name": "a",
+        "url": "root/a",
+        "run": "run",
+        "progress": Progress(step=1234, epoch=2, batch=7),
+    }
+    return Restored(**{**known, **fields})
+
+
+class TestTheReport:
+    def test_it_says_what_was_restored_from_where_and_what_was_not(self) -> None:
+        plain = str(report(restored=("model", "rng")))
+        assert plain.splitlines()[0].startswith("resumed from root/a: step 1234, epoch 2, batch 7, ")
+        assert plain.splitlines()[1:] == ["  restored      model, rng"]
+        assert str(report()).splitlines()[1] == "  restored      nothing"
+        memory = str(report(from_memory=True, root_step=1000, begins_at="batch 8 of data")).splitlines()
+        assert memory[0] == "resumed from memory: step 1,234 (root has step 1,000)"
+        assert memory[1].startswith("  position      epoch 2, batch 7")
+        assert memory[3].startswith("  continues     the next `for` begins at batch 8 of data")
+        assert "(root has no checkpoint)" in str(report(from_memory=True))
+        full = report(
+            resharded={"model": "2 ranks: S0 -> whole"}, approximated={"rng": "seeded"}, skipped={"x": "x is new"},
+            passed_over={"b": "b is damaged."},
+        )  # fmt: skip
+        assert str(full).splitlines()[2:] == [
+            "  resharded     model: 2 ranks: S0 -> whole", "  approximated  rng: seeded", "  skipped       x is new",
+            "  passed over   b is damaged.",
+        ]  # fmt: skip
+
+    def test_what_is_not_as_it_was_is_a_warning(self, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level(logging.INFO, "ckpt"):
+            report().report()
+            assert [record.levelname for record in caplog.records] == ["INFO"]
+            caplog.clear()
+            report(skipped={"x": "new"}).report()
+        assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+        assert caplog.records[1].message.startswith("not everything is as it was when a was saved:")
+        assert "skipped" not in caplog.records[0].message
+
+    def test_who_reads_the_step_or_the_epoch_is_noted(self) -> None:
+        noted: list[int] = []
+        found = report(on_read=lambda: noted.append(1))
+        assert (found.step, found.epoch, noted) == (1234, 2, [1, 1])
+        assert str(found)
+        assert noted == [1, 1]
+
+    def test_in_a_notebook_it_is_a_table(self) -> None:
+        table = report(restored=("model",), skipped={"x": "new"})._repr_html_()
+        for text in ("resumed from root/a", "restored", "model", "skipped", "x: new"):
+            assert text in table
+
+    def test_a_load_says_what_it_restored(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        model = nn.Linear(2, 2)
+        with ckpt.StateManager(tmp_path, model=model) as manager:
+            manager.save_state("a", wait=True)
+            manager.save_state("b", wait=True)
+            with caplog.at_level(logging.INFO, "ckpt"):
+                restored = manager.load_state("a")
+                assert "b is newer than a, which you loaded by its name" in caplog.text
+                caplog.clear()
+                assert manager.load_state("b").name == "b"
+                assert manager.load_state().name == "b"
+                assert "is newer than" not in caplog.text
+        assert restored.restored == ("model", "rng", "progress")
+        assert (restored.url, restored.from_memory, restored.root_step) == (f"{tmp_path}/a", False, None)
+
+
+class TestWhereANameLeads:
+    def test_into_the_root_however_it_is_spelled_or_to_a_folder_elsewhere(self, tmp_path: Path) -> None:
+        root, other = tmp_path / "root", tmp_path / "other"
+        for folder in (root, other):
+            with ckpt.StateManager(folder, model=nn.Linear(1, 1)) as manager:
+                manager.save_state("a", wait=True)
+        here = Locations((LocalStorage(root),))
+        assert here.resolve(None, SingleProcess()) == (here, None)
+        for name in ("a", f"{root}/a", f"{root}/a/", f"{root}/../root/a"):
+            assert here.resolve(name, SingleProcess()) == (here, "a")
+        found, inside = here.resolve(f"{other}/a", SingleProcess())
+        assert (inside, [tier.url for tier in found.tiers]) == ("a", [str(other)])
+        with pytest.raises(ConfigError, match="cannot name a checkpoint in"):
+            here.resolve(f"{other}/none", SingleProcess())
+        with pytest.raises(ConfigError, match="cannot name a checkpoint"):
+            here.resolve("..", SingleProcess())
+
+    def test_elsewhere_is_no_tier(self, tmp_path: Path) -> None:
+        root, other, followed = tmp_path / "root", tmp_path / "other", list[int]()
+        for folder in (root, other):
+            with ckpt.StateManager(folder, model=nn.Linear(1, 1)) as manager:
+                manager.save_state("a", wait=True)
+        with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
+            loader = manager.session.loader
+            loader.follow = lambda manifest, damaged, tier, passed_over: followed.append(tier)
+            manager.load_state("a")
+            manager.load_state(str(other / "a"))
+        assert followed == [0, ELSEWHERE]
+
+    def test_a_load_that_failed_half_way_is_remembered_until_one_succeeds(self, tmp_path: Path) -> None:
+        with ckpt.StateManager(tmp_path, model=nn.Linear(1, 1)) as manager:
+            manager.save_state("a", wait=True)
+            loader: StateLoader = manager.session.loader
+            loader.refuse_half_loaded()
+            loader._set_half_loaded("b")
+            with pytest.raises(ckpt.StateError, match="a load of b failed half-way"):
+                manager.save_state("c")
+            manager.load_state("a")
+            loader.refuse_half_loaded()
+
+
+def named(**parts: set[str] | None) -> dict[str, Any]:
+    return {
+        key: SimpleNamespace(names=lambda names=names: None if names is None else frozenset(names))
+        for key, names in parts.items()
+    }
+
+
+class TestWhatFits:
+    def test_what_only_other_ranks_have_is_known_to_each(self) -> None:
+        assert find_elsewhere(SingleProcess(), "load", named(model={"a"})) == Elsewhere()
+
+        def found(*of_ranks: dict[str, Any]) -> list[Any]:
+            store, size = TimedStore(HashStore(), 20.0), len(of_ranks)
+            groups = [StoreGroup(store.below("g"), rank, size, 20.0, store, BuiltManagers()) for rank in range(size)]
+            answers: list[Any] = [None] * size
+
+            def ask(rank: int) -> None:
+                answers[rank] = find_elsewhere(groups[rank], "load", of_ranks[rank])
+
+            threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(size)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            return answers
+
+        same = named(model={"a", "b"}, other=None)
+        assert found(same, same) == [Elsewhere(), Elsewhere()]
+        first, second, third = found(
+            named(model={"a", "b"}), named(model={"b", "c"}, more={"x"}), named(model={"a", "b"})
+        )
+        assert (first.names["model"], second.names["model"], third.names["model"]) == ({"c"}, {"a"}, {"c"})
+        assert (first.parts, second.parts) == ({"more"}, frozenset())
+        assert second.names["more"] == frozenset()
+
+    def test_one_error_lists_all_that_does_not_fit_and_nothing_has_changed(self, tmp_path: Path) -> None:
+        model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+        with ckpt.StateManager(tmp_path, model=model) as manager:
+            manager.save_state("a", wait=True)
+        other = nn.ModuleDict({"a": nn.Linear(2, 3), "c": nn.Linear(2, 2)})
+        before = [parameter.detach().clone() for parameter in other.parameters()]
+        with ckpt.StateManager(tmp_path, model=other) as manager:
+            manager.register(more=Stateful({}))
+            with pytest.raises(MismatchError, match="a does not fit the live objects; nothing was changed:") as raised:
+                manager.load_state("a")
+            told = str(raised.value)
+            for text in (
+                "model: a.weight: ",
+                "model: b.bias: unexpected",
+                "model: c.bias: missing",
+                "more: missing: the checkpoint has no such part",
+                "use strict=False to restore what fits",
+            ):
+                assert text in told, text
+            assert all(map(torch.equal, before, other.parameters()))
+            restored = manager.load_state("a", strict=False)
+        assert restored.skipped["more"].startswith("missing")
+        assert "model" in restored.restored
+
+    def test_names_that_all_begin_alike_on_one_side_are_pointed_out(self) -> None:
+        def told(here: list[str], there: list[str]) -> str:
+            keys = {**dict.fromkeys(here, "missing: x"), **dict.fromkeys(there, "unexpected: x")}
+            return restore._prefixes({"model": keys})
+
+        assert told(["m.a", "m.b"], ["a", "b"]).startswith("All 2 names of model begin with 'm.' here, and are")
+        assert told(["a"], ["m.a"]).startswith("All 1 names of model begin with 'm.' in the checkpoint")
+        for here, there in ((["m.a", "b"], ["a", "b2"]), (["m.a"], ["a", "b"]), (["a"], ["b"]), ([], [])):
+            assert told(here, there) == ""
+
+    def test_how_many_of_a_kind_there_are_is_said_where_that_differs(self) -> None:
+        reader: Any = SimpleNamespace(parts={"model.a": 1, "model.b": 1, "optimizer": 1})
+        for live, key, told in (
+            (["model.a", "model.b", "model.c"], "model.c", " (it has 2 of kind 'model', and there are 3 here)"),
+            (["model.a", "model.c"], "model.c", ""),
+            (["scheduler"], "scheduler", ""),
+        ):
+            assert restore._counts(reader, dict.fromkeys(live), key) == told  # type: ignore[arg-type]
+
+    def test_state_of_the_main_rank_on_all_is_named_with_the_way_out(self) -> None:
+        class Reader:
+            manifest = SimpleNamespace(world_size=3)
+
+            def __init__(self, **differs: Any) -> None:
+                self._differs = differs
+
+            def differs(self, key: str) -> Any:
+                return self._differs.get(key, {})
+
+        norm = nn.BatchNorm1d(2)
+        parts: dict[str, Any] = {"model": ModelPart("model", norm), "counter": ObjectPart("counter", Stateful({}))}
+
+        def reader(**differs: Any) -> Any:
+            return Reader(**differs)
+
+        def found(**differs: Any) -> dict[str, str]:
+            return from_main_rank(reader(**differs), parts)
+
+        assert found() == {}
+        assert found(model={"tensors": {"weight": [1]}, "values": []}) == {}  # a parameter: it does not fit at all
+        told = found(model={"tensors": {"running_mean": [1], "weight": [1]}}, counter={"tensors": {}, "values": [2]})
+        assert told.keys() == {"model", "counter"}
+        assert "each of the 3 ranks that saved it had its own running_mean; every" in told["model"]
+        assert "SyncBatchNorm" in told["model"]
+        assert "had its own values; every" in told["counter"]
+        assert "per_rank=True" in told["counter"]
+        differing = reader(model={"tensors": {"weight": [1], "running_mean": [1]}})
+        bound = restore._bound_to_ranks(differing, "model", parts["model"])
+        assert bound.keys() == {"weight"}
+        assert WHOLE_PART not in bound
+
+    def test_generators_are_restored_or_derived_for_ranks_that_are_new(self) -> None:
+        torch.manual_seed(5)
+        state, own = rng.capture(), torch.Generator().manual_seed(9)
+        kept = rng.capture_one(own)
+        expected, drawn = torch.rand(2), torch.rand(2, generator=own)
+
+        def rewound(rank: int, size: int, saved_by: int, rng_state: Any = state) -> tuple[torch.Tensor, Notes]:
+            reader: Any = SimpleNamespace(
+                manifest=SimpleNamespace(world_size=saved_by), state={"rng": rng_state, "generators": {"own": kept}}
+            )
+            ranks: Any = SimpleNamespace(world_size=size, rank=rank)
+            notes = Notes()
+            torch.manual_seed(77)
+            rewinder(reader, ranks, {"own": own, "more": torch.Generator()}, notes)()
+            assert torch.equal(torch.rand(2, generator=own), drawn)
+            assert notes.skipped == {"more": "the checkpoint has no such generator"}
+            return torch.rand(2), notes
+
+        found, notes = rewound(0, 2, 2)
+        assert torch.equal(found, expected)
+        assert notes.approximated == {}
+        found, notes = rewound(1, 3, 2)
+        assert torch.equal(found, expected)
+        assert notes.approximated == {"rng": "saved by 2 ranks, resumed by 3: ranks 2 to 2 are new and seeded"}
+        assert not torch.equal(rewound(2, 3, 2)[0], expected)
+        assert rewound(0, 1, 4)[1].approximated["rng"].endswith("resumed by 1: ranks 1 to 3 are gone")
+        torch.manual_seed(77)
+        untouched = torch.rand(2)
+        assert torch.equal(rewound(0, 2, 3, None)[0], untouched)
+        assert rewound(0, 2, 3, None)[1].approximated == {}
+
+    def test_who_reads_for_others(self) -> None:
+        near, far = MemoryStorage("near"), SimpleNamespace(is_local=False)
+        cases: tuple[tuple[Any, int, bool | None, bool], ...] = (
+            (near, 1, True, False), (far, 1, None, False), (near, 2, None, False), (far, 2, None, True),
+            (near, 2, True, True), (far, 2, False, False), (SimpleNamespace(), 2, None, False),
+        )  # fmt: skip
+        for storage, size, wanted, used in cases:
+            request: Any = SimpleNamespace(ranks=SimpleNamespace(world_size=size), broadcast=wanted)
+            assert restore._uses_broadcast(storage, request) is used
+
+    def test_why_a_checkpoint_has_nothing_of_a_ranks_own(self) -> None:
+        base = Manifest(name="a", id="i", sequence=1, created=MOMENT, run="r", files=(), world_size=2)
+        two, three = SimpleNamespace(world_size=2), SimpleNamespace(world_size=3)
+        why: Any = restore._why_none_of_its_own
+        assert why(base, two) is None
+        assert why(replace(base, origin="Tool"), two) == "Tool keeps none"
+        assert why(base, three) == "saved by another number of ranks (2, and there are 3 here)"
+        assert why(replace(base, hosts=(Host("x", (0, 1)),)), three).endswith("here) with separate roots")
+
+    def test_layouts_in_words(self) -> None:
+        one, two = Layout((4,), (0, 1, 2, 3), ("S0",)), Layout((2, 2), (0, 1, 2, 3), ("R", "S1"))
+        assert restore._layout_text(frozenset()) == "whole"
+        assert restore._layout_text(frozenset({one, two})) == "2x2 ranks: R,S1; 4 ranks: S0"
