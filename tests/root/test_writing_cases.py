@@ -1,0 +1,599 @@
+"""Writing and copying case by case: what is hashed and linked, who holds a lock, what a mirror waits for and sends."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import ckpt
+from ckpt.errors import (
+    AbsentError,
+    ConfigError,
+    ConflictError,
+    DamagedError,
+    LockedError,
+    MissingError,
+    NotDurableError,
+    StorageError,
+    TransientError,
+    UnsupportedError,
+)
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, digest, sha256
+from ckpt.formats.tensors import FilePlan
+from ckpt.root import lock, mirror, write_link_commit
+from ckpt.root import open as opening
+from ckpt.root.catalog import MARKER, find
+from ckpt.root.folder import Folder, Place, is_foreign, open_url, single_file
+from ckpt.root.lock import lock_root
+from ckpt.root.mirror import Copies, MirrorPatience, QuietWait, progress_of
+from ckpt.root.open import open_tiers, parent_instead, refuse_checkpoint, try_out_tiers
+from ckpt.root.write_link_commit import Attempt, EarlierFile, UnsureCommits, hashed
+from ckpt.storage import ANY, Buffer, LocalStorage, MemoryStorage
+from tests.helpers.byte_checkpoints import FILES, attempt_at, begin_and_write, is_whole, keys, manifest_of, save
+from tests.helpers.places import PassedOn
+
+_numbers = itertools.count()
+
+
+def new() -> MemoryStorage:
+    return MemoryStorage(f"writing-{next(_numbers)}")
+
+
+@pytest.fixture
+def root() -> MemoryStorage:
+    return new()
+
+
+class TestHashing:
+    @pytest.mark.parametrize("with_sha256", [False, True])
+    @pytest.mark.parametrize("in_memory", [False, True])
+    def test_a_record_has_the_hash_of_every_block_and_of_the_head(
+        self, monkeypatch: pytest.MonkeyPatch, in_memory: bool, with_sha256: bool
+    ) -> None:
+        data = bytes(range(200))
+        pieces = [memoryview(data)[start : start + 70] for start in range(0, 200, 70)]
+        for threads_from, head in ((1 << 30, 0), (1 << 30, 50), (100, 50), (200, 50), (201, 0)):
+            monkeypatch.setattr(write_link_commit, "_WORTH_THREADS", threads_from)
+            plan = FilePlan("x", 200, lambda: iter(pieces), head=head, in_memory=in_memory)
+            sizes: list[float] = []
+            record = hashed(plan, "x.path", sizes.append, sha256=with_sha256)
+            assert (record.name, record.path, record.size) == ("x", "x.path", 200)
+            assert record.blocks == (digest(data),)
+            assert record.sha256 == ((sha256(data),) if with_sha256 else ())
+            assert record.head == ((50, digest(data[:50])) if head else None)
+            assert record.head_sha256 == (sha256(data[:50]) if head and with_sha256 else "")
+            assert sum(sizes) == 200
+
+    def test_an_empty_file_has_no_blocks(self) -> None:
+        record = hashed(FilePlan.of("x", b""), "x", lambda size: None, sha256=True)
+        assert (record.size, record.blocks, record.sha256, record.head) == (0, (), (), None)
+
+
+class TestLinking:
+    def plan(self, data: bytes = b"weights", *, unchanged: bool = True) -> FilePlan:
+        return replace(FilePlan.of("x", data), likely_unchanged=unchanged)
+
+    def test_a_file_is_linked_if_it_is_said_to_be_unchanged_and_is(self, root: MemoryStorage) -> None:
+        first = Attempt("a")
+        first.begin(root, ["x"])
+        (written,) = first.write(root, [self.plan()], {})
+        assert not written.linked
+        earlier = {"x": EarlierFile("a", written.file)}
+        links: list[tuple[str, str]] = []
+
+        class Noted(PassedOn):
+            def link(self, source: str, target: str) -> None:
+                links.append((source, target))
+                super().link(source, target)
+
+        noted = Noted(root.url)
+        for number, (plan, known, linked) in enumerate(
+            (
+                (self.plan(), earlier, True),
+                (self.plan(unchanged=False), earlier, False),
+                (self.plan(b"another"), earlier, False),
+                (self.plan(b"longer than it"), earlier, False),
+                (self.plan(), {}, False),
+            )
+        ):
+            sizes = len(links)
+            attempt = Attempt(f"n{number}")
+            attempt.begin(noted, ["x"])
+            (made,) = attempt.write(noted, [plan], known)
+            assert made.linked == linked, number
+            assert len(links) - sizes == linked
+            assert root.read(f"n{number}/x") == b"".join(plan.pieces())
+            assert made.file.blocks == (digest(root.read(f"n{number}/x")),)
+        assert links == [("a/x", "n0/x")]
+
+    def test_one_that_nobody_has_read_is_read_first_and_written_where_it_is_damaged_or_gone(
+        self, root: MemoryStorage, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        first = Attempt("a")
+        first.begin(root, ["x"])
+        (written,) = first.write(root, [self.plan()], {})
+        unread = {"x": EarlierFile("a", written.file, was_read=False)}
+        for name, harm, linked in (("b", None, True), ("c", b"weightx", False), ("d", b"", False)):
+            if harm is not None:
+                root.write("a/x", [harm])
+            attempt = Attempt(name)
+            attempt.begin(root, ["x"])
+            (made,) = attempt.write(root, [self.plan()], unread)
+            assert made.linked == linked
+            assert root.read(f"{name}/x") == b"weights"
+        assert caplog.text.count("is written and not linked") == 2
+        root.delete(["a/x"])
+        attempt = Attempt("e")
+        attempt.begin(root, ["x"])
+        (made,) = attempt.write(root, [self.plan()], {"x": EarlierFile("a", written.file)})
+        assert (made.linked, root.read("e/x")) == (False, b"weights")
+
+    def test_a_link_that_may_not_be_durable_fails_the_save(self, root: MemoryStorage) -> None:
+        class Fails(PassedOn):
+            def link(self, source: str, target: str) -> None:
+                raise NotDurableError("fsync failed.")
+
+        first = Attempt("a")
+        first.begin(root, ["x"])
+        (written,) = first.write(root, [self.plan()], {})
+        with pytest.raises(StorageError, match="fsync failed") as raised:
+            Attempt("b").write(Fails(root.url), [self.plan()], {"x": EarlierFile("a", written.file)})
+        assert not isinstance(raised.value, NotDurableError)
+
+    def test_occupied_paths_get_the_attempts_id(self) -> None:
+        attempt = Attempt("a", occupied_paths=("x.json", "m/0.safetensors"), id="0123456789")
+        for path, to in (
+            ("x.json", "x.01234567.json"), ("m/0.safetensors", "m/0.01234567.safetensors"), ("y.json", "y.json")
+        ):  # fmt: skip
+            assert attempt.path_for(path) == to
+
+    @pytest.mark.parametrize("size", [100, 5 << 20])
+    def test_files_are_written_over_nothing_and_streams_are_closed(self, root: MemoryStorage, size: int) -> None:
+        data, closed = os.urandom(size), list[int]()
+
+        def stream() -> Any:
+            try:
+                yield memoryview(data)[:10]
+                yield memoryview(data)[10:]
+            finally:
+                closed.append(1)
+
+        attempt, sizes = Attempt("a", sha256=True), list[float]()
+        plans = [FilePlan.of("memory.bin", data), FilePlan("stream.bin", size, stream, head=7)]
+        memory, streamed = attempt.write(root, plans, {})
+        assert closed == [1]
+        assert memory.file.blocks == streamed.file.blocks
+        assert memory.file.sha256 == streamed.file.sha256 != ()
+        assert (streamed.file.head, memory.receipt) == ((7, digest(data[:7])), None)
+        assert sizes == []
+        for plan in plans:
+            with pytest.raises(ConflictError):
+                attempt.write(root, [plan], {})
+        assert closed == [1, 1]
+
+
+class TestCommits:
+    def test_what_cannot_be_written_beside_the_manifest_is_no_error(self, root: MemoryStorage) -> None:
+        class NoCopy(PassedOn):
+            fails = ""
+
+            def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> str | None:  # type: ignore[override]
+                if key.endswith(self.fails or "none"):
+                    raise StorageError("no room")
+                return self.inner.write(key, pieces, over=over)
+
+        storage = NoCopy(root.url)
+        attempt = attempt_at(storage, "a")
+        written = begin_and_write(storage, attempt)
+        storage.fails = COPY_NAME
+        attempt.commit(storage, manifest_of(attempt, written), {})
+        assert f"a/{COPY_NAME}" not in keys(root)
+        assert f"a/{MARKER}" not in keys(root)
+        found = find(root, "a").manifest
+        assert found is not None
+        assert is_whole(root, found)
+
+    def test_the_copy_of_what_is_replaced_is_gone_before_the_commit(self, root: MemoryStorage) -> None:
+        seen: list[bool] = []
+
+        class Seen(PassedOn):
+            def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+                if key.endswith(f"/{FILE_NAME}"):
+                    seen.append(f"a/{COPY_NAME}" in keys(root))
+                super().write(key, pieces, over=over)
+
+        save(Seen(root.url), "a")
+        save(Seen(root.url), "a", sequence=2)
+        assert seen == [False, False]
+        assert f"a/{COPY_NAME}" in keys(root)
+
+    def test_unsure_commits_are_asked_about_once(self, root: MemoryStorage) -> None:
+        unsure, there = UnsureCommits(), save(root, "a")
+        gone = replace(there, name="b")
+        unsure.add(there)
+        unsure.add(gone)
+        assert ("a" in unsure, "b" in unsure, "c" in unsure) == (True, True, False)
+        assert list(unsure.settle(root)) == [there]
+        assert ("a" in unsure, "b" in unsure) == (False, False)
+        unsure.add(replace(there, id="another"))
+        assert list(unsure.settle(root)) == []
+
+
+class Held(PassedOn):
+    """A root whose lock somebody has, for some tries."""
+
+    def __init__(self, url: str, note: str, tries: int) -> None:
+        super().__init__(url)
+        self.note, self.left = note, tries
+
+    def lock(self, key: str, *, shared: bool = False, note: str = "") -> AbstractContextManager[None]:
+        assert (key, shared) == (".lock", False)
+        self.left -= 1
+        if self.left >= 0:
+            raise LockedError(f"held by {self.note}")
+        self.note = note
+        return super().lock(key, shared=shared, note=note)
+
+
+class TestTheLock:
+    def test_a_run_waits_for_a_prune_or_a_rescue_and_for_nobody_else(
+        self, root: MemoryStorage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(lock, "_PAUSE", 0.0)
+        for note, waits in (("ckpt prune, process 7", True), ("ckpt rescue, process 7", True), ("process 7", False)):
+            held = Held(root.url, note, 3)
+            with ExitStack() as stack:
+                if waits:
+                    lock_root(held, stack)
+                    assert held.left == -1
+                    assert held.note.startswith(f"process {os.getpid()} on ")
+                else:
+                    with pytest.raises(
+                        LockedError, match=r"another run writes to .* Wait until it ends or stop it, or"
+                    ):
+                        lock_root(held, stack)
+                    assert held.left == 2
+        monkeypatch.setattr(lock, "_PATIENCE", -1.0)
+        with ExitStack() as stack, pytest.raises(LockedError, match="ckpt prune"):
+            lock_root(held := Held(root.url, "ckpt prune, process 7", 3), stack)
+        assert held.left == 2
+
+    @pytest.mark.parametrize(("kind", "says"), [("to_prune", "ckpt prune, "), ("to_rescue", "ckpt rescue, ")])
+    def test_a_prune_and_a_rescue_say_so_and_wait_for_nobody(self, root: MemoryStorage, kind: str, says: str) -> None:
+        with ExitStack() as stack:
+            lock_root(held := Held(root.url, "", 0), stack, **{kind: True})
+            assert held.note.startswith(f"{says}process {os.getpid()}")
+        held = Held(root.url, "ckpt prune, process 7", 1)
+        with ExitStack() as stack, pytest.raises(LockedError):
+            lock_root(held, stack, **{kind: True})
+        assert held.left == 0
+
+    def test_managers_of_this_process_that_nobody_uses_give_it_up(
+        self, root: MemoryStorage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        collected: list[int] = []
+        monkeypatch.setattr(lock, "_collect_managers", lambda: collected.append(1))
+        here = f"process {os.getpid()} on {socket.gethostname()}, since now."
+        with ExitStack() as stack:
+            lock_root(Held(root.url, here, 1), stack)
+        assert collected == [1]
+        with (
+            ExitStack() as stack,
+            pytest.raises(LockedError, match=r"That is a StateManager of this process: close\(\)"),
+        ):
+            lock_root(Held(root.url, here, 9), stack)
+        assert collected == [1, 1]
+        with ExitStack() as stack, pytest.raises(LockedError):
+            lock_root(Held(root.url, here, 9), stack, to_prune=True)
+        assert collected == [1, 1]
+
+
+class Call:
+    """A call that ends after some looks at it."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+        self.waited: list[float] = []
+
+    def done_within(self, seconds: float) -> bool:
+        self.waited.append(seconds)
+        self.looks -= 1
+        return self.looks < 0
+
+
+class TestPatience:
+    def test_a_call_is_waited_for_while_there_is_progress(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = itertools.count(0.0, 1.0)
+        monkeypatch.setattr(mirror, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+        steps = itertools.count()
+        assert QuietWait(lambda: next(steps), 3.0).ended(Call(50))
+        assert not QuietWait(lambda: 0, 5.0).ended(Call(50))
+        assert QuietWait(lambda: 0, 500.0).ended(Call(50))
+        assert not QuietWait(lambda: next(steps), 500.0, end_by=next(clock) + 10).ended(Call(50))
+        call = Call(0)
+        assert QuietWait(lambda: 0, 500.0).ended(call)
+        assert call.waited == [mirror._TICK]
+
+    def test_the_start_waits_so_long_for_all_calls_together_until_one_succeeds(self, root: MemoryStorage) -> None:
+        patience = MirrorPatience(at_start=5.0)
+        assert (patience.left_at_start, patience.is_away) == (5.0, False)
+        patience.note_away(3.0)
+        assert (patience.left_at_start, patience.is_away) == (2.0, True)
+        patience.note_away(3.0)
+        assert patience.left_at_start == 1.0
+        assert MirrorPatience(at_start=0.5).left_at_start == 0.5
+        far = PassedOn(root.url)
+        far.is_local = False
+        assert patience.reached(far, lambda: 7) == 7
+        assert (patience.left_at_start, patience.is_away) == (5.0, False)
+
+        def fails() -> None:
+            time.sleep(0.01)
+            raise TransientError("away")
+
+        with pytest.raises(TransientError, match="away"):
+            patience.reached(far, fails)
+        assert patience.is_away
+        patience = MirrorPatience()
+        with pytest.raises(TransientError, match="away"):
+            patience.reached(root, fails)
+        assert not patience.is_away  # a local one has no server
+
+    def test_a_call_that_gives_no_sign_is_given_up(self, root: MemoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(mirror, "_TO_END", 0.0)
+        far, ends = PassedOn(root.url), threading.Event()
+        far.is_local = False
+        patience = MirrorPatience(at_start=0.01)
+        with pytest.raises(TransientError, match=r"has not answered for 0\.01 s"):
+            patience.reached(far, lambda: ends.wait(20))
+        ends.set()
+        assert patience.is_away
+
+    def test_told_to_terminate_it_waits_no_longer_than_that_allows(self) -> None:
+        patience = MirrorPatience()
+        patience.hurry(None)
+        assert (patience.at_end, patience.end_by) == (mirror.AFTER_SIGTERM, None)
+        patience.hurry(10.0)
+        assert 0 < (patience.end_by or 0.0) - time.monotonic() <= 10.0
+        short = MirrorPatience(at_end=1.0)
+        short.hurry(None)
+        assert short.at_end == 1.0
+
+
+class TestCopies:
+    def test_a_checkpoint_is_copied_once_verified_and_what_is_alike_is_linked(
+        self, root: MemoryStorage, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        target, links = new(), list[str]()
+
+        class Noted(PassedOn):
+            def link(self, source: str, to: str) -> None:
+                links.append(to)
+                super().link(source, to)
+
+        copies = Copies(root, noted := Noted(target.url))
+        first, second = save(root, "a"), save(root, "b", {**FILES, "state.json": b"[]"}, sequence=2)
+        assert not copies.is_free("a")
+        copies.open_target([])
+        copies.open_target([])
+        assert (copies.is_free("a"), copies.newest, copies.was_listed) == (True, None, True)
+        copies.reserve("a")
+        assert not copies.is_free("a")
+        with caplog.at_level(logging.INFO, "ckpt"):
+            copies.copy(first)
+            copies.copy(first)
+            copies.copy(second)
+        assert caplog.text.count("copied a to") == 1
+        assert links == ["b/model.safetensors"]
+        assert is_whole(target, first)
+        assert is_whole(target, second)
+        newest = copies.newest
+        assert newest is not None
+        assert newest.name == "b"
+        with ExitStack() as stack, pytest.raises(LockedError):
+            lock_root(target, stack)
+        copies.close()
+        with ExitStack() as stack:
+            lock_root(target, stack)
+        copies.open_target([])
+        assert not copies.is_free("b")
+        replaced = save(root, "a", {"state.json": b"[7]"}, sequence=3)
+        copies.copy(replaced)
+        assert is_whole(target, replaced)
+        assert keys(target, "a") == keys(root, "a")
+        assert progress_of(noted) == 0
+        copies.close()
+
+    def test_damage_in_the_source_is_not_copied_and_retention_is_applied_after_a_copy(
+        self, root: MemoryStorage
+    ) -> None:
+        target = new()
+        copies = Copies(root, target, keep=ckpt.Keep(last=1))
+        for number, name in enumerate(("a", "b", "c")):
+            made = save(root, name, {"state.json": f"{number}".encode()}, sequence=number)
+            if name == "b":
+                root.write("b/state.json", [b"x"])
+            copies.open_target([])
+            if name == "b":
+                with pytest.raises(DamagedError):
+                    copies.copy(made)
+                assert not find(target, "b").committed
+            else:
+                copies.copy(made)
+        assert [name for name in ("a", "b", "c") if find(target, name).committed] == ["c"]
+        copies.close()
+
+    def test_who_does_not_lead_locks_and_sweeps_nothing_and_sends_its_own_files(self, root: MemoryStorage) -> None:
+        target = new()
+        begin_and_write(target, attempt_at(target, "cut"))
+        follower = Copies(root, target, has_all_files=False, is_leader=False)
+        follower.open_target([])
+        assert keys(target, "cut")
+        with ExitStack() as stack:
+            lock_root(target, stack)
+        files = {"state.json": b"{}", "model/00000.safetensors": b"0", "model/00001.safetensors": b"1"}
+        made = save(root, "a", files)
+        root.delete(["a/model/00000.safetensors"])
+        follower.copy(made)
+        assert keys(target, "a") == {f"a/{MARKER}", "a/model/00001.safetensors"}
+        follower.close()
+        leader = Copies(root, target)
+        leader.open_target([])
+        assert not keys(target, "cut")
+        leader.close()
+
+    def test_a_copy_that_is_given_up_stops_between_pieces(self, root: MemoryStorage) -> None:
+        copies = Copies(root, new(), bandwidth=1e9)
+        before = copies.progress
+        copies._pause(0.0)
+        assert copies.progress > before
+        copies.stopping.set()
+        with pytest.raises(TransientError, match="the end of the run did not wait for the rest"):
+            copies._pause(5.0)
+
+
+class Far(PassedOn):
+    """A remote storage that honours what it is told to honour."""
+
+    is_local = False
+
+    def __init__(self, url: str, *, lists: bool = True, none_match: bool = True, match: bool = True) -> None:
+        super().__init__(url)
+        self.is_local, self._lists, self._none_match, self._match = False, lists, none_match, match
+
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+        honoured = self._none_match if over is None else self._match
+        super().write(key, pieces, over=over if honoured else ANY)
+
+    def list(self, prefix: str = "") -> Any:
+        return super().list(prefix) if self._lists else iter(())
+
+
+class TestOpening:
+    def test_a_remote_storage_is_tried_out_and_nothing_is_left(self, root: MemoryStorage) -> None:
+        try_out_tiers(Far(root.url))
+        for far, why in (
+            (Far(root.url, lists=False), "is not in the server's list"),
+            (Far(root.url, none_match=False), "the server ignores If-None-Match, so"),
+            (Far(root.url, match=False), "the server ignores If-Match, so"),
+            (Far(root.url, none_match=False, match=False), "the server ignores If-None-Match and If-Match, so"),
+        ):
+            with pytest.raises(UnsupportedError, match=why):
+                try_out_tiers(far)
+            assert keys(root) == set()
+
+    def test_one_without_conditions_is_taken_where_that_is_allowed(
+        self, root: MemoryStorage, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        far = Far(root.url, match=False)
+        far.allow_unconditional = True  # type: ignore[attr-defined]
+        try_out_tiers(far)
+        assert "Take care that there is only one" in caplog.text
+
+    def test_a_server_that_refuses_conditions_or_does_not_answer(
+        self, root: MemoryStorage, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class Refuses(Far):
+            error: Exception = StorageError("501")
+
+            def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+                if over != ANY:
+                    raise self.error
+                super().write(key, pieces, over=over)
+
+        refuses = Refuses(root.url)
+        with pytest.raises(UnsupportedError, match=r"the server refuses conditional writes .* It said: 501"):
+            try_out_tiers(refuses)
+        refuses.error = TransientError("away")
+        with pytest.raises(TransientError):
+            try_out_tiers(refuses)
+        assert keys(root) == set()
+        near = new()
+        try_out_tiers(near, refuses)
+        assert "the mirror cannot be reached, and copies wait for it: away" in caplog.text
+        refuses.error = StorageError("501")
+        with pytest.raises(UnsupportedError):
+            try_out_tiers(near, refuses)
+        try_out_tiers(near, near)
+
+    def test_roots_that_cannot_be_made_and_mirrors_that_are_the_root_are_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(ConfigError, match="cannot be created"):
+            try_out_tiers(LocalStorage(tmp_path / "file" / "root"))
+        try_out_tiers(LocalStorage(tmp_path / "deep" / "root"))
+        assert [tier.url for tier in open_tiers(tmp_path)] == [str(tmp_path)]
+        assert len(open_tiers(tmp_path / "a", None, tmp_path / "b")) == 2
+        with pytest.raises(ConfigError, match="is the root itself"):
+            open_tiers(tmp_path / "a", None, f"{tmp_path}/b/../a")
+
+    def test_a_checkpoint_is_no_root(self, tmp_path: Path) -> None:
+        storage = LocalStorage(tmp_path)
+        save(storage, "a")
+        refuse_checkpoint(storage)
+        inside = LocalStorage(tmp_path / "a")
+        with pytest.raises(ConfigError, match=r"is a checkpoint, not a root.*load_state\('a'\)"):
+            refuse_checkpoint(inside)
+        (tmp_path / "a" / FILE_NAME).write_bytes(b"x")
+        with pytest.raises(ConfigError):
+            refuse_checkpoint(inside)
+        (tmp_path / "a" / "state.json").unlink()
+        refuse_checkpoint(inside)
+        assert opening._is_checkpoint(storage) is False
+        assert "StateManager('/x', ...); manager.load_state('a')" in parent_instead("/x/a")
+        assert f"StateManager({os.getcwd()!r}, ...)" in parent_instead("a")
+        assert "StateManager('/', ...)" in parent_instead("/a")
+
+
+class TestPlaces:
+    def test_a_folder_knows_its_files_and_names_all_that_are_missing_or_short(self, tmp_path: Path) -> None:
+        (tmp_path / "deep").mkdir()
+        (tmp_path / "a.bin").write_bytes(b"12345")
+        (tmp_path / "deep" / "b.bin").write_bytes(b"1")
+        folder = Folder.at(f"{tmp_path}/")
+        assert (folder.files, folder.name, folder.prefix) == ({"a.bin": 5, "deep/b.bin": 1}, tmp_path.name, "")
+        below = folder.below("deep/")
+        assert (below.files, below.prefix, below.where) == ({"b.bin": 1}, "deep/", f"{tmp_path}/deep")
+        assert below.document("b.bin") == below.reader("b.bin")() == b"1"
+        assert below.opened("b.bin").read(0, 1) == b"1"
+        folder.check({"a.bin": 5, "deep/b.bin": 0})
+        with pytest.raises(DamagedError, match=r"damaged: a\.bin is .* \(5 bytes\); c is missing\. Copy"):
+            folder.check({"c": 1, "a.bin": 6})
+        with pytest.raises((DamagedError, AbsentError, StorageError)):
+            folder.document("a.bin", most=4)
+
+    def test_options_are_for_urls_alone(self, tmp_path: Path) -> None:
+        assert open_url(str(tmp_path), {"nonsense": 1}).url == str(tmp_path)
+        with pytest.raises(ConfigError):
+            open_url("s3://bucket/x", {"nonsense": 1})
+
+    def test_what_a_path_names(self, tmp_path: Path) -> None:
+        save(LocalStorage(tmp_path / "root"), "a")
+        (tmp_path / "plain.safetensors").write_bytes(FILES["model.safetensors"])
+        (tmp_path / "odd.txt").write_bytes(b"x")
+        os.symlink(tmp_path / "plain.safetensors", tmp_path / "link.safetensors")
+        ours = Place.at(tmp_path / "root" / "a")
+        assert (ours.is_ours, ours.file, ours.where) == (True, "", str(tmp_path / "root" / "a"))
+        assert Place.at(tmp_path / "root").is_ours
+        for name in ("plain.safetensors", "link.safetensors"):
+            place = Place.at(tmp_path / name)
+            assert (place.is_ours, place.file) == (False, "plain.safetensors")
+            assert place.where == str(tmp_path / "plain.safetensors")
+        with pytest.raises(ConfigError, match=r"is a file of a checkpoint\. Name the checkpoint"):
+            Place.at(tmp_path / "root" / "a" / "model.safetensors")
+        with pytest.raises(MissingError, match="there is nothing at"):
+            Place.at(tmp_path / "none")
+        assert single_file(tmp_path / "root", None) is None
+        assert single_file(tmp_path / "none.safetensors", None) is None
+        assert not is_foreign(LocalStorage(tmp_path / "root"), "a")
