@@ -170,6 +170,25 @@ def _without_a_loader(script: Script) -> None:
             script.step()
 
 
+def _looking_at_another(script: Script) -> None:
+    for _ in script.batches():
+        next(script.batches(script.other))
+        script.step()
+
+
+def _updating_twice(script: Script) -> None:
+    """Once a script has called step(), iterations end there, and not with every update."""
+    first, second = script.batches(), script.batches(script.other)
+    next(first)
+    script.call_step()
+    for _ in range(2):
+        next(first)
+        script.optimizer.step()
+        next(second)
+        script.optimizer.step()
+        script.call_step()
+
+
 SHAPES: dict[Callable[[Script], None], list[str]] = {
     _epochs: [
         "0/1 step 1 samples 2 at:1",
@@ -251,6 +270,18 @@ SHAPES: dict[Callable[[Script], None], list[str]] = {
         "0/2 step 2 samples 4 at:2",
         "0/3 step 3 samples 6 at:3",
         "1/0 step 3 samples 6 end",
+    ],
+    _looking_at_another: [
+        "0/1 step 1 samples 4 at:1 loader.0:1",
+        "0/2 step 2 samples 6 at:2 loader.0:1",
+        "0/3 step 3 samples 8 at:3 loader.0:1",
+        "1/0 step 3 samples 8 end",
+    ],
+    _updating_twice: [
+        "0/1 step 1 samples 2 at:1",
+        "0/2 step 2 samples 6 at:2 loader.0:1",
+        "0/3 step 3 samples 10 at:3 loader.0:2",
+        "0/3 step 3 samples 10 at:3 loader.0:2 end",
     ],
     _without_a_loader: [
         "0/0 step 1 samples 0 over:1",
@@ -622,6 +653,7 @@ def test_a_loop_that_reads_ahead_after_a_resume_as_before_it_is_named() -> None:
     cases = [
         ({"per_step": 1, "ahead": 2}, {"batches": 2, "before": 1}, 3, "reads batches ahead"),
         ({"per_step": 1, "ahead": 1}, {"batches": 2, "before": 1}, 3, ""),
+        ({"per_step": 1, "ahead": 1}, {"batches": 3}, 2, "reads batches ahead"),
         ({"per_step": 1}, {"batches": 2}, 3, "2 batches were handed out"),
         ({"per_step": 1}, {"batches": 1, "before": 1}, 3, "2 batches were handed out"),
         ({"per_step": 1}, {"before": 2}, 3, "2 batches were handed out"),

@@ -115,6 +115,12 @@ def test_the_position_of_each_kind_of_loader_is_restored_by_its_strategy(kind: s
     assert repr(batch) == repr(next(passing)[0])
 
 
+def test_the_samples_of_a_batch_are_its_indices_whatever_it_is_collated_to() -> None:
+    tracked = TrackedLoader(DataLoader(TensorDataset(torch.arange(5)), 2, collate_fn=lambda samples: "text"), 0, 1)
+    assert list(tracked.take(0)) == [("text", 2), ("text", 2), ("text", 1)]
+    assert tracked.state()["samples"] == 5
+
+
 def test_a_loader_is_fresh_then_in_the_middle_then_done() -> None:
     tracked = TrackedLoader(_shuffled(), 0, 1)
     assert _states(tracked) == []

@@ -256,21 +256,18 @@ def test_what_engines_have_of_their_own_is_left_to_their_parts() -> None:
 
 
 def test_the_model_of_an_engine_is_loaded_but_for_what_is_left_and_its_masters_are_made_anew() -> None:
-    class Engine(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = nn.Linear(1, 1)
-            self.optimizer = SimpleNamespace(refresh_fp32_params=lambda: made.append("masters"))
-
     made: list[str] = []
-    engine = DataParallel(Engine().module)
-    engine.optimizer = SimpleNamespace(  # type: ignore[assignment]
+    engine: Any = DataParallel(nn.Linear(1, 1))
+    engine.optimizer = SimpleNamespace(
         refresh_fp32_params=lambda: made.append("masters"), checkpoint_event_epilogue=lambda: made.append("caches")
     )
     part = deepspeed.EngineModelPart("model", engine)
     part.load({"weight": torch.full((1, 1), 3.0), "bias": torch.full((1,), 4.0), "more": torch.ones(1)})
     assert [value.item() for value in engine.parameters()] == [3.0, 4.0]
     assert made == ["masters", "caches"]
+    engine.module.bias.ds_id = 1  # ZeRO 3 has partitioned it
+    part.load({"weight": torch.full((1, 1), 5.0), "bias": torch.zeros(1)}, left=["bias"])
+    assert [value.item() for value in engine.parameters()] == [5.0, 4.0]
     deepspeed._fill({"a": torch.ones(1)}, {"a": torch.zeros(1)})  # nothing is partitioned: DeepSpeed is not asked
     assert not deepspeed.is_partitioned(torch.ones(1))
     assert deepspeed.is_partitioned(SimpleNamespace(ds_id=1))
