@@ -14,8 +14,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import pytest
+
+from ckpt.storage.multipart import split_into_parts
+
 KEY, SECRET = "test-key", "a-secret-that-must-not-be-shown"
 BUCKET = "ckpt"
+PART = 5 << 20  # bytes: the least that S3 takes
 DOMAIN = "localhost"  # it takes a bucket before this name, too, for that bucket
 _ALIVE = {"Bucket": "alive", "Key": "probe"}  # an object of ours that must be read before anybody else asks
 _PORTS = ("s3", "master", "volume", "filer", "admin")
@@ -132,6 +137,11 @@ def environment(url: str) -> dict[str, str]:
         "AWS_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
     }
+
+
+def upload_in_small_parts(patch: pytest.MonkeyPatch, size: int = PART) -> None:
+    """An upload of 6 MB has two parts then, as one of 17 MB has otherwise: the same requests, a third of the bytes."""
+    patch.setattr(split_into_parts, "__defaults__", (size,))
 
 
 def _binary() -> Path:

@@ -17,17 +17,21 @@ from torch import nn
 
 import ckpt
 from ckpt.storage import ANY, Buffer, Storage, open_storage
-from ckpt.storage.multipart import PART_SIZE
 from tests.helpers.faulty_proxy import FAULTS, NOT_DELETED, FaultyProxy, random_faults
 from tests.helpers.places import PassedOn, intact
 from tests.helpers.processes import DEADLINE, start_alone
-from tests.helpers.seaweed import BUCKET, Server, environment, serving
+from tests.helpers.seaweed import BUCKET, PART, Server, environment, serving, upload_in_small_parts
 
 pytestmark = pytest.mark.slow
 
 SCHEDULES = int(os.environ.get("CKPT_FAULTS", "2"))
 KILLS = int(os.environ.get("CKPT_KILLS", "2"))
-LARGE = 17 << 20  # bytes: an upload in two parts
+LARGE = PART + (1 << 20)  # bytes: an upload in two parts
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    upload_in_small_parts(monkeypatch)
 
 
 @pytest.fixture
@@ -63,7 +67,7 @@ def check(root: str, saved: list[int], size: int = LARGE) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_of_each_kind_is_overcome(proxied: FaultyProxy, s3: str, fault: str) -> None:
     storage = open_storage(s3, **reached_through(proxied, stall=1.0 if fault == "stall" else 30.0))
-    data = os.urandom(1 << 20) * 17
+    data = os.urandom(LARGE)
 
     def after(method: str) -> None:
         """Let the next request by that method go wrong."""
@@ -91,7 +95,7 @@ def test_one_of_each_kind_is_overcome(proxied: FaultyProxy, s3: str, fault: str)
 
 def test_a_conditional_write_whose_answer_was_lost_has_succeeded(proxied: FaultyProxy, s3: str) -> None:
     storage = open_storage(s3, **reached_through(proxied))
-    for data, ends in (([b"small"], "PUT"), ([os.urandom(1 << 20) * 17], "POST")):
+    for data, ends in (([b"small"], "PUT"), ([os.urandom(LARGE)], "POST")):
         losses = iter(["answer lost"] * 2)
 
         def lose(method: str, path: str, ends: str = ends, losses: Iterator[str] = losses) -> str | None:
@@ -110,7 +114,7 @@ def test_a_conditional_write_whose_answer_was_lost_has_succeeded(proxied: Faulty
 def test_a_server_that_never_says_100_continue_gets_the_body_all_the_same(proxied: FaultyProxy, s3: str) -> None:
     proxied.says_continue = False
     storage = open_storage(s3, **reached_through(proxied))
-    for key, data in (("small", b"small"), ("large", os.urandom(1 << 20) * 17)):
+    for key, data in (("small", b"small"), ("large", os.urandom(LARGE))):
         storage.write(key, [data])
         assert storage.read(key) == data
     assert set(proxied.done) == {"none"}
@@ -119,7 +123,7 @@ def test_a_server_that_never_says_100_continue_gets_the_body_all_the_same(proxie
 def test_a_write_that_a_proxy_repeats_is_no_conflict_with_itself(proxied: FaultyProxy, s3: str) -> None:
     proxied.plan = lambda method, path: "repeated"
     storage = open_storage(s3, **reached_through(proxied))
-    for number, data in enumerate((b"small", os.urandom(1 << 20) * 17)):
+    for number, data in enumerate((b"small", os.urandom(LARGE))):
         storage.write(f"object-{number}", [data], over=None)
         storage.write(f"object-{number}", [data[::-1]], over=storage.version(f"object-{number}"))
         assert storage.read(f"object-{number}") == data[::-1]
@@ -228,11 +232,11 @@ class _KilledInTheMiddle(PassedOn):
 
     def _cut_off(self, pieces: Iterable[Buffer]) -> Iterator[memoryview]:
         whole, sent = b"".join(pieces), 0
-        for sent in range(0, len(whole), PART_SIZE):
-            if sent == 2 * PART_SIZE:
+        for sent in range(0, len(whole), PART):
+            if sent == 2 * PART:
                 self.server.kill()
                 self.killed.set()
-            yield memoryview(whole)[sent : sent + PART_SIZE]
+            yield memoryview(whole)[sent : sent + PART]
 
 
 def test_a_server_that_is_killed_during_a_save_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +244,7 @@ def test_a_server_that_is_killed_during_a_save_and_comes_back(monkeypatch: pytes
         for name, value in environment(server.url).items():
             monkeypatch.setenv(name, value)
         root = f"s3://{BUCKET}/run"
-        storage, size = _KilledInTheMiddle(root, server), 3 * PART_SIZE
+        storage, size = _KilledInTheMiddle(root, server), 3 * PART
         model = of_step(1, size)
         with ckpt.StateManager(storage, model=model) as manager:
             manager.save_state("step-1", wait=True)
@@ -262,6 +266,7 @@ def test_a_server_that_is_killed_during_a_save_and_comes_back(monkeypatch: pytes
 
 
 def _save_forever(rank: int, root: str) -> None:
+    upload_in_small_parts(pytest.MonkeyPatch())
     model = of_step(0)
     with ckpt.StateManager(root, model=model, keep=ckpt.Keep(last=2)) as manager:
         restored = manager.resume()

@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 
 from ckpt.errors import LockedError
-from ckpt.storage import HubStorage, Storage, multipart, open_storage
+from ckpt.storage import HubStorage, Storage, open_storage
 from ckpt.storage.hub.download import fetched
 from tests.helpers import clouds, hub_server, seaweed
 from tests.helpers.faulty_proxy import EachOnce, FaultyProxy, peaceful
 from tests.helpers.hub_server import HubServer
-from tests.helpers.seaweed import Server
+from tests.helpers.seaweed import PART, Server
 from tests.storage.test_read_only import serving as serving_folder
 
 pytestmark = pytest.mark.slow
@@ -36,8 +36,8 @@ FAULTS = {
     "stall": "no byte comes",
 }
 SMALL = b"a few bytes"
-PART = 5 << 20  # bytes: the least that S3 takes, instead of 16 MB
-LARGE = os.urandom(PART + 7)  # two parts
+LARGE = os.urandom(PART + 7)
+SMALL_PART = 256 << 10  # bytes: what GCS takes multiples of
 DEADLINE = 30.0
 OPTIONS: dict[str, Any] = {"deadline": DEADLINE, "stall": 0.5}
 _numbers = itertools.count()
@@ -51,6 +51,12 @@ class Store:
     direct: Storage
     proxy: FaultyProxy
     hub: HubServer | None = None
+    part: int = PART
+
+    @property
+    def large(self) -> bytes:
+        """Two parts."""
+        return LARGE[: self.part + 7]
 
     def commits(self) -> int | None:
         """How many times the repository has changed, on the Hub."""
@@ -74,7 +80,7 @@ def _gs(request: pytest.FixtureRequest, folder: Path, patch: pytest.MonkeyPatch)
         for name, value in clouds.environment("gs", port).items():
             patch.setenv(name, value)
         proxied = open_storage(root, endpoint_url=proxy.url, token="anon", **OPTIONS)
-        yield Store(proxied, open_storage(root), proxy)
+        yield Store(proxied, open_storage(root), proxy, part=SMALL_PART)
 
 
 @contextmanager
@@ -83,7 +89,8 @@ def _az(request: pytest.FixtureRequest, folder: Path, patch: pytest.MonkeyPatch)
     with clouds.azurite() as port, FaultyProxy(port) as proxy:
         through = clouds.connection_string(int(proxy.url.rpartition(":")[2]))
         proxied = open_storage(root, connection_string=through, **OPTIONS)
-        yield Store(proxied, open_storage(root, connection_string=clouds.connection_string(port)), proxy)
+        direct = open_storage(root, connection_string=clouds.connection_string(port))
+        yield Store(proxied, direct, proxy, part=SMALL_PART)
 
 
 @contextmanager
@@ -116,28 +123,28 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         pytest.MonkeyPatch.context() as patch,
         STORES[request.param](request, tmp_path_factory.mktemp("store"), patch) as opened,
     ):
-        patch.setattr(multipart.split_into_parts, "__defaults__", (PART,))
+        seaweed.upload_in_small_parts(patch, opened.part)
         opened.direct.write("there/small", [SMALL])
-        opened.direct.write("there/large.bin", [LARGE])
+        opened.direct.write("there/large.bin", [opened.large])
         list(opened.proxied.list())  # it has answered once: a server that never did is given up sooner
         yield opened
 
 
 def _list(store: Store, key: str) -> None:
     sizes = {entry.key: entry.size for entry in store.proxied.list("there")}
-    assert sizes == {"there/small": len(SMALL), "there/large.bin": len(LARGE)}
+    assert sizes == {"there/small": len(SMALL), "there/large.bin": len(store.large)}
 
 
 def _read_whole(store: Store, key: str) -> None:
     assert store.proxied.read("there/small") == SMALL
-    assert store.proxied.read("there/large.bin") == LARGE
+    assert store.proxied.read("there/large.bin") == store.large
 
 
 def _read_range(store: Store, key: str) -> None:
-    buffers = [bytearray(1 << 20), bytearray(5)]
+    buffers = [bytearray(1 << 17), bytearray(5)]
     store.proxied.read_into("there/large.bin", 7, *(memoryview(buffer) for buffer in buffers))
-    assert b"".join(buffers) == LARGE[7 : 12 + (1 << 20)]
-    assert store.proxied.read("there/large.bin", len(LARGE) - 5, len(LARGE) + 5) == LARGE[-5:]
+    assert b"".join(buffers) == store.large[7 : 12 + (1 << 17)]
+    assert store.proxied.read("there/large.bin", len(store.large) - 5, len(store.large) + 5) == store.large[-5:]
 
 
 def _version(store: Store, key: str) -> None:
@@ -152,8 +159,8 @@ def _write_small(store: Store, key: str) -> None:
 
 
 def _write_large(store: Store, key: str) -> None:
-    store.proxied.write(key, [key.encode(), LARGE])
-    assert store.direct.read(key) == key.encode() + LARGE
+    store.proxied.write(key, [key.encode(), store.large])
+    assert store.direct.read(key) == key.encode() + store.large
 
 
 def _write_new(store: Store, key: str) -> None:
@@ -162,8 +169,8 @@ def _write_new(store: Store, key: str) -> None:
 
 
 def _write_new_large(store: Store, key: str) -> None:
-    store.proxied.write(key, [key.encode(), LARGE], over=None)
-    assert store.direct.read(key) == key.encode() + LARGE
+    store.proxied.write(key, [key.encode(), store.large], over=None)
+    assert store.direct.read(key) == key.encode() + store.large
 
 
 def _write_over(store: Store, key: str) -> None:
@@ -178,7 +185,7 @@ def _delete(store: Store, key: str) -> None:
 
 def _copy(store: Store, key: str) -> None:
     store.proxied.link("there/large.bin", key)
-    assert store.direct.read(key) == LARGE
+    assert store.direct.read(key) == store.large
 
 
 def _lock(store: Store, key: str) -> None:
@@ -200,7 +207,7 @@ def _download(store: Store, key: str) -> None:
         patch.setattr(constants, "HF_HUB_CACHE", f"{constants.HF_HUB_CACHE}-{next(_numbers)}")
         folder = fetched(store.proxied.repo, ["there/*"], None)
         assert (folder / "there/small").read_bytes() == SMALL
-        assert (folder / "there/large.bin").read_bytes() == LARGE
+        assert (folder / "there/large.bin").read_bytes() == store.large
 
 
 READS = {"list": _list, "read whole": _read_whole, "read a range": _read_range, "version": _version}

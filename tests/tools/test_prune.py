@@ -223,10 +223,10 @@ class TestLeftovers:
         assert uploads(server, s3) == []
 
     @pytest.mark.slow
-    def test_a_save_under_way_is_never_touched(self, root: str) -> None:
+    def test_a_save_under_way_is_never_touched(self, root: str, tmp_path: Path) -> None:
         save(root, [1.0])
         with saving(root) as process:
-            unfinished(root, "export/model.safetensors")
+            unfinished(root, "export/model.safetensors", tmp_path / "log")
             done = ckpt.prune(root, grace=0)
             assert done.swept == {}
             assert "another run writes to" in done.spared["step-00000009"]
