@@ -32,6 +32,7 @@ from tests.helpers.places import Folder, Place, Prefix
 from tests.helpers.seaweed import BUCKET, Server, environment, serving
 from tests.helpers.second_process import MARKS, single_process
 
+gc.disable()  # until all is collected: what is imported until then stays
 # hundreds of processes import ckpt: images of Python that set this would have each compile every module (0.5 s) anew
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -92,6 +93,7 @@ def _shuffled(items: list[pytest.Item], draw: random.Random) -> list[pytest.Item
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what is imported stays: the collections that ckpt asks for would go through it for 0.4 s each
+    gc.enable()
 
 
 def _decide_about_s3(items: list[pytest.Item]) -> None:
