@@ -442,21 +442,23 @@ def _straight(function: Loop, root: Path, **options: Any) -> Run:
     return run
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if number % 3 else []) for number, name in enumerate(LOOPS)]
+)
 def test_a_killed_loop_trains_as_an_uninterrupted_one(name: str, tmp_path: Path) -> None:
     function, options = LOOPS[name]
     straight = _straight(function, tmp_path / "straight", **options)
     last = max(straight.seen)
-    for kills in ((2, last), (5, 6)):  # in the first epoch and, past its end, in the second; around that end
-        seen: dict[int, Any] = {}
-        for number, kill in enumerate((*kills, None)):
-            root = tmp_path / str(kills)
-            run = Run(root, kill, number=number if list(root.glob("*/manifest.json")) else 0, **options)
-            _finish(function, run)
-            seen |= run.seen
-            assert run.manager.restored is None or run.manager.restored.approximated == {}
-        assert seen == straight.seen
-        assert run.weights() == straight.weights()
+    seen: dict[int, Any] = {}
+    kills = sorted({2, 5, 6, last})  # in the first epoch, around its end, and in the second
+    for number, kill in enumerate((*kills, None)):
+        root = tmp_path / "killed"
+        run = Run(root, kill, number=number if list(root.glob("*/manifest.json")) else 0, **options)
+        _finish(function, run)
+        seen |= run.seen
+        assert run.manager.restored is None or run.manager.restored.approximated == {}
+    assert seen == straight.seen
+    assert run.weights() == straight.weights()
 
 
 class TestWhatIsNamed:

@@ -137,7 +137,7 @@ def tensors(example: Example, checkpoint: str, names: tuple[str, ...] = TENSORS)
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(1, id="alone", marks=pytest.mark.long), pytest.param(2, id="two ranks")]
+    scope="module", params=[pytest.param(1, id="alone"), pytest.param(2, id="two ranks", marks=pytest.mark.long)]
 )
 def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Example:
     """A training that nobody interrupts."""

@@ -20,7 +20,7 @@ from tests.fuzz.tree import Special, Tree, from_json, read_tree, to_json, write_
 from tests.helpers.byte_checkpoints import save
 
 _ROOT = Path(__file__).parents[2]
-_INPUTS = "150"
+_INPUTS = "60"
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="limits and audits are those of Linux")
 

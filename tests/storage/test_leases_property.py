@@ -15,8 +15,8 @@ from ckpt.errors import LockedError, StorageError
 from ckpt.storage.leases import EXPIRY, Leases, shared_folder
 from tests.storage.lease_simulation import Actors, Process, Store, Task, World, install
 
-SEEDS = range(int(os.environ.get("CKPT_LEASE_SEEDS", "14")))
-QUICK = 10  # of them are run by `make check`
+SEEDS = range(int(os.environ.get("CKPT_LEASE_SEEDS", "10")))
+QUICK = 5  # of them are run by `make check`
 DURATION = 400.0  # seconds of the simulation
 
 
