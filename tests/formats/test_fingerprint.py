@@ -68,12 +68,12 @@ def test_a_bit_that_differs_anywhere_changes_the_fingerprint() -> None:
     places = [0, 1, 63, 64, 1023, 1024, CHUNK - 64, CHUNK - 1, CHUNK, CHUNK + 1024, len(data) - 1]
     seen = {fingerprint(host_bytes(data))}
     for place in places:
-        for bit in range(8):
+        for bit in (0, 3, 7):
             data[place] = 1 << bit
             seen.add(fingerprint(host_bytes(data)))
             assert _by_operators([data])[0] in seen
         data[place] = 0
-    assert len(seen) == 1 + 8 * len(places)
+    assert len(seen) == 1 + 3 * len(places)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

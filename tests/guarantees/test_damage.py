@@ -43,6 +43,7 @@ def _load(root: Place, name: str | None = None) -> tuple[ckpt.Restored, nn.Linea
         return manager.load_state(name), model
 
 
+@pytest.mark.slow
 def test_a_hundred_random_flips_and_truncations_are_all_noticed(run: Place) -> None:
     chance = random.Random(7)
     files = sorted((run / "step-00000002").files())

@@ -101,7 +101,10 @@ def _compiled(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable
     torch.compile(optimizer.step, backend="eager")()
 
 
-@pytest.mark.parametrize("step", [_zeroed_first, _zeroed_last, _zeroed_in_place, _with_closure, _compiled])
+@pytest.mark.parametrize(
+    "step",
+    [_zeroed_first, _zeroed_last, _zeroed_in_place, _with_closure, pytest.param(_compiled, marks=pytest.mark.slow)],
+)
 def test_gradients_that_a_step_has_used_are_not_saved(root: Place, step: Callable[..., None]) -> None:
     model, optimizer = _built(1)
     with ckpt.StateManager(str(root), model=model, optimizer=optimizer, save_every=2) as manager:

@@ -59,7 +59,9 @@ class TestNoFiles:
         assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("name", "depth"), [("d", 1100), ("d" * 200, 30)])  # Python recurses less; a path is shorter
+@pytest.mark.parametrize(
+    ("name", "depth"), [pytest.param("d", 1100, marks=pytest.mark.slow), ("d" * 200, 30)]
+)  # Python recurses less; a path is shorter
 def test_folders_that_are_too_deep_are_listed_as_far_as_a_path_reaches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, depth: int
 ) -> None:

@@ -27,6 +27,8 @@ from tests.cli.test_hostile_names import EVIL, rewrite
 from tests.cli.test_main import flip_a_bit
 from tests.helpers.eventful_run import DAMAGED, eventful_run
 
+pytestmark = pytest.mark.slow  # its run takes seconds, and so do the libraries of its adapters
+
 VOID = {"meta", "br"}
 HOSTILE = "\"'><script>alert(1)</script><img src=http://evil.example/x onerror=alert(2)>&lt;b&gt;"
 
