@@ -284,7 +284,8 @@ def _open_native(source: str | os.PathLike[str], trust: Trust) -> Iterator[Porta
                 has = reader.has_tensors(key)
                 tensors = opened.enter_context(open_source(where, key, trust=told)).tensors if has else {}
                 parts[key] = ForeignPart(part["state"], tensors)
-                about |= {key: part["about"]} if part.get("about") else {}
+                if kind_of(key) == "model" and part.get("about"):  # an optimizer has one of its own
+                    about[key] = part["about"]
         yield PortableState(
             origin=CKPT.name,
             name=manifest.name,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from ckpt.errors import CkptError, DamagedError, shows_damage
+from ckpt.errors import CkptError, shows_damage
 from ckpt.export.source import open_source
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import FileRecord, Manifest
@@ -139,7 +139,7 @@ class _Comparison:
             self._compare(step, older, newer)
         except CkptError as error:  # the report says it in place of the cells
             step.problem, step.tensors = one_line(str(error)), {}
-            if isinstance(error, DamagedError) or shows_damage(error):
+            if shows_damage(error):
                 self._find_damage(step)
             return None
         return newer
