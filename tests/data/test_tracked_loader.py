@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,15 +21,18 @@ from ckpt.data.tracked_loader import (
     ByReplay,
     ByState,
     EpochLoaders,
+    Lookahead,
     Replay,
     RestoreStrategy,
     TrackedLoader,
     UnclaimedPositions,
     mismatch,
+    reads_per_batch,
 )
 from ckpt.errors import StateError
 from ckpt.ranks.consensus import SingleProcess
 from ckpt.state import rng
+from tests.helpers import accelerated
 from tests.helpers.second_process import slow_where
 
 
@@ -569,3 +574,99 @@ def test_what_changes_after_the_report_of_a_resume_is_warned_of_at_once(caplog: 
     unclaimed._warn("the order is another one")
     assert unclaimed.approximated == {"data order": "the order is another one"}
     assert "the order is another one" in caplog.text
+
+
+# -- loaders that read ahead ------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Reads three batches, each of which draws a number."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number in range(3):
+            self.read += 1
+            yield torch.rand(1) + number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_what_was_read_ahead_is_remembered_until_the_loop_gets_it() -> None:
+    reader, befores, contents = Reader(), list[int](), Contents()
+    look: Any = Lookahead(reader, reader, befores.append, contents)
+    assert look.first == (0, {}, {"read": 0})
+    reading = vars(reader)["__iter__"]()  # as the loader around it calls it: by name
+    assert "__iter__" not in vars(reader)
+    moments = []
+    for _ in range(2):
+        moments.append(rng.capture())
+        next(reading)
+    assert befores == [0, 1]
+    reads, generators, kept = look.first
+    assert (reads, kept) == (2, {"read": 0})
+    assert not rng.differ(generators, moments[0])
+    assert contents.digests() == {}
+    look.taken(1)
+    reads, generators, kept = look.first
+    assert (reads, kept) == (1, {"read": 1})
+    assert not rng.differ(generators, moments[1])
+    assert len(contents.digests()) == 1
+    assert len(list(reading)) == 1
+    assert befores == [0, 1, 2, 3]  # also before it finds that there are no more
+    assert look.first[0] == 2
+    look.taken(9)  # fewer at the end
+    assert look.first == (0, {}, {"read": 3})
+    again = Lookahead(reader, None, befores.append)
+    again.forget()
+    assert "__iter__" not in vars(reader)
+    assert again.first == (0, {}, None)
+    again._before(7)
+    assert befores == [0, 1, 2, 3]
+
+
+def test_a_dispatcher_reads_on_rank_0_for_all() -> None:
+    accelerate = pytest.importorskip("accelerate.data_loader")
+    dispatcher = accelerate.DataLoaderDispatcher.__new__(accelerate.DataLoaderDispatcher)
+    vars(dispatcher).update(split_batches=False, submesh_tp=None, state=SimpleNamespace(num_processes=3))
+    assert [reads_per_batch(dispatcher, rank) for rank in range(3)] == [3, 0, 0]
+    vars(dispatcher).update(split_batches=True)
+    assert [reads_per_batch(dispatcher, rank) for rank in range(2)] == [1, 0]
+    vars(dispatcher).update(split_batches=False, submesh_tp=1)
+    assert reads_per_batch(dispatcher, 0) == 1
+    assert [reads_per_batch(DataLoader(Stream()), rank) for rank in (0, 1)] == [1, 1]
+
+
+# of seedable ones the accelerator's own state has the seed
+@pytest.mark.parametrize("kind", [kind for kind in accelerated.KINDS if not kind.startswith(("workers", "seedable"))])
+def test_a_loader_of_accelerate_goes_on_after_each_batch_as_if_it_had_not_stopped(kind: str) -> None:
+    options, make = accelerated.KINDS[kind]
+
+    def begin(run: int, saved: tuple[dict[str, Any], dict[str, Any]] | None = None) -> tuple[TrackedLoader, Any]:
+        accelerated.reseed(0, run)
+        tracked = TrackedLoader(accelerated.new_accelerator(loaders=options).prepare(make()), 0, 1)
+        if saved is not None:
+            position, generators = copy.deepcopy(saved)
+            told = tracked.go_back(position, lambda done, before: rng.restore(generators), _no_warning)
+            assert told == {}
+        return tracked, tracked.take(0)
+
+    tracked, passing = begin(0)
+    straight, saved = [], []
+    for batch, samples in passing:
+        straight.append((repr(batch), samples, float(torch.rand(1))))  # as dropout does
+        saved.append(copy.deepcopy((tracked.state(), rng.capture())))
+    end = copy.deepcopy((tracked.state(), rng.capture()))
+    for number, position in enumerate([*saved, end]):
+        resumed, rest = begin(1 + number, position)
+        assert [(repr(batch), samples, float(torch.rand(1))) for batch, samples in rest] == straight[number + 1 :]
+        assert resumed.done
+        assert resumed.batches_handed_out == len(straight)
+
+
+def _no_warning(text: str) -> None:
+    raise AssertionError(text)
