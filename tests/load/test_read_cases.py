@@ -198,3 +198,20 @@ def test_a_read_that_fails_ends_the_others_and_is_raised(threads: int) -> None:
         read_verified(found, "a", lambda size: None, threads=threads)
     assert away.calls == 2 or threads > 1
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ckpt-read")]
+
+
+def test_one_thread_is_the_callers() -> None:
+    class Noted(PassedOn):
+        def __init__(self, root: str) -> None:
+            super().__init__(root)
+            self.threads: set[threading.Thread] = set()
+
+        def read_into(self, key: str, start: int, *buffers: memoryview, again: bool = False) -> None:
+            self.threads.add(threading.current_thread())
+            super().read_into(key, start, *buffers, again=again)
+
+    for threads in (1, 2):
+        noted = Noted(f"memory://threads-{next(_numbers)}")
+        found, _ = transfers(file_of(storage=noted), [(0, 35)])
+        read(found, "a", lambda size: None, threads=threads)
+        assert (threading.current_thread() in noted.threads) == (threads == 1)

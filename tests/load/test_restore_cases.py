@@ -221,6 +221,7 @@ class TestTheReport:
     def test_a_load_says_what_it_restored(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         model = nn.Linear(2, 2)
         with ckpt.StateManager(tmp_path, model=model) as manager:
+            manager.register(noise=torch.Generator())
             manager.save_state("a", wait=True)
             manager.save_state("b", wait=True)
             with caplog.at_level(logging.INFO, "ckpt"):
@@ -230,7 +231,12 @@ class TestTheReport:
                 assert manager.load_state("b").name == "b"
                 assert manager.load_state().name == "b"
                 assert "is newer than" not in caplog.text
-        assert restored.restored == ("model", "rng", "progress")
+        assert restored.restored == ("model", "noise", "rng", "progress")
+        with ckpt.StateManager(tmp_path, model=model) as manager:
+            manager.register(noise=torch.Generator(), more=torch.Generator())
+            other = manager.load_state("a")
+        assert other.restored == ("model", "noise", "rng", "progress")
+        assert other.skipped == {"more": "the checkpoint has no such generator"}
         assert (restored.url, restored.from_memory, restored.root_step) == (f"{tmp_path}/a", False, None)
 
 

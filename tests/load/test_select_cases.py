@@ -581,6 +581,18 @@ class TestHosts:
         assert not stands_in(first[0])
         assert not stands_in("state.json", *files)
         assert not stands_in("model-own-00001.safetensors", *files)
+        for path in first[1:]:
+            root.write(f"a/{path}", [b"1"])
+        root.write("a/model-own-00001.safetensors", [b"1"])
+        common = self.manifest("state.json", "other.json", *files, ranks=4)
+        common = replace(
+            common,
+            files=tuple(
+                replace(file, size=len(root.read("a/state.json"))) if file.name == "state.json" else file
+                for file in common.files
+            ),
+        )
+        assert select._missing(root, common, SingleProcess()) == ["other.json"]
         root.write("a/state.json", [b"{"])
         assert not stands_in(first[0], first[2])
 

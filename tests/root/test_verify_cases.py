@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,7 @@ from ckpt.root.verify import (
     without_other_hosts,
 )
 from ckpt.storage import Entry, MemoryStorage
+from ckpt.util.console import progress_bar
 from tests.helpers.byte_checkpoints import FILES, MOMENT, attempt_at, begin_and_write, save, tensor_file
 from tests.helpers.places import PassedOn
 
@@ -329,6 +331,24 @@ class TestStates:
         with ExitStack() as stack, pytest.raises(LockedError):
             lock_patiently(held, "a", stack)
         assert held.locks == 2
+
+    def test_progress_is_shown_where_somebody_waits(self, root: MemoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+        shown: list[bool] = []
+
+        def noted(*args: Any, show: bool, **options: Any) -> Any:
+            shown.append(show)
+            return progress_bar(*args, show=False, **options)
+
+        monkeypatch.setattr(verifying, "progress_bar", noted)
+        saved = save(root, "a")
+        problems(root, saved)
+        find_whole_files([root], "a")
+        assert shown == [False, False]
+        verify_checkpoint(root, "a")
+        repair(root, "a")
+        listed = Overview.of(root)
+        condition(listed, listed.checkpoints[0], verify=True)
+        assert shown[2:] == [True, True, True]
 
     def test_one_that_is_not_there_is_read_as_none(self, tmp_path: Path) -> None:
         storage = ckpt.storage.open_storage(tmp_path)

@@ -23,6 +23,7 @@ from ckpt.ranks.hosts import Hosts
 from ckpt.ranks.store_and_heartbeats import TimedStore
 from ckpt.ranks.store_group import BuiltManagers, StoreGroup
 from ckpt.root.catalog import find
+from ckpt.root.write_link_commit import Attempt
 from ckpt.save import transaction
 from ckpt.save.capture import StateCapture
 from ckpt.save.root_writer import RootWriter
@@ -125,13 +126,23 @@ def shared(request: pytest.FixtureRequest) -> Storage:
     return MemoryStorage(f"threads-{request.node.name}-{id(request)}")
 
 
-def test_what_all_ranks_have_alike_is_written_once_with_a_document_of_each(shared: Storage) -> None:
+def test_what_all_ranks_have_alike_is_written_once_with_a_document_of_each(
+    shared: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown, write = list[bool](), Attempt.write
+
+    def noted(self: Attempt, *args: Any, show: bool = False) -> Any:
+        shown.append(show)
+        return write(self, *args, show=False)
+
+    monkeypatch.setattr(Attempt, "write", noted)
     ranks = job(3, lambda _: shared)
     for number, rank in enumerate(ranks):
         rank.parts = [ModelPart("model", linear(1.0)), ObjectPart("counter", Counter([1, torch.ones(2)]))]
         rank.own = {f"mine-{number:05}": RankObjectPart(f"mine-{number:05}", Counter(number))}
     assert everywhere(ranks, Rank.save) == [""] * 3
     assert [rank.saver.root.held is not None for rank in ranks] == [True, False, False]
+    assert sorted(shown) == [False, False, True]  # on the main rank
     close(ranks)
     saved = manifest_of(shared)
     assert (saved.world_size, saved.layout, saved.step, saved.metrics) == (3, "full", 3, {"loss": 0.5})
@@ -266,6 +277,17 @@ class TestHostsWithRootsOfTheirOwn:
                 assert files == common | {f"mine-{number:05}.safetensors" for number in mine}
         for root in (roots[0], roots[2]):
             assert ckpt.verify(root.url) == {"a": [], "b": []}
+
+    def test_of_shards_each_host_has_all_that_its_ranks_read(self, roots: Mapping[int, Storage]) -> None:
+        ranks = self.ranks(roots)
+        for rank in ranks:
+            rank.layout = "sharded"
+        assert everywhere(ranks, Rank.save) == [""] * 4
+        close(ranks)
+        for number in range(4):
+            assert torch.equal(state_of(roots[number], number, "model")["weight"], torch.ones(2, 2))
+        for root in (roots[0], roots[2]):
+            assert ckpt.verify(root.url) == {"a": []}
 
     def test_copies_must_be_the_same(self, roots: Mapping[int, Storage]) -> None:
         ranks = self.ranks(roots)

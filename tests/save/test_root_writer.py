@@ -727,3 +727,27 @@ def test_a_failed_save_is_cleaned_up_by_the_rank_that_owns_the_root(tmp_path: Pa
         writer.abandon("a", error)
         assert (tmp_path / "a" / "state.json").exists() == left
     writer.close()
+
+
+def test_who_locks_a_root_does_so_alone_and_commits_that_wait_are_published(tmp_path: Path) -> None:
+    class Staged(PassedOn):
+        settled = 0
+
+        def stage(self, key: str, pieces: Iterable[Buffer]) -> str:
+            return ""
+
+        def publish(self, receipts: Any, *, gone: Iterable[str] = ()) -> None: ...
+
+        def settle(self) -> None:
+            self.settled += 1
+
+    staged = Staged(str(tmp_path))
+    writer = writer_of(staged)
+    writer.settle()
+    assert staged.settled == 1
+    writer_of(tmp_path).settle()
+    writer.lock._guard = entered = Entered(writer.lock._guard)  # type: ignore[assignment]
+    writer.hold()
+    assert entered.count == 1
+    assert writer.unread_newest is None
+    writer.close()

@@ -273,6 +273,53 @@ class TestTheSaver:
             assert paused == ["yes"]
         saver.close()
 
+    def test_ranks_talk_no_more_than_they_must(self, tmp_path: Path) -> None:
+        class Talking(SingleProcess):
+            def channel(self, name: str) -> Talking:
+                return self
+
+            def gather(self, call: str, data: str) -> list[str]:
+                calls.append(call.rpartition("(")[2])
+                return super().gather(call, data)
+
+        calls: list[str] = []
+        saver = Saver(RootWriter(open_storage(tmp_path), Talking()))
+        saver.save(request(), wait=True)
+        assert calls == ["'a')", "files written)"]
+        calls.clear()
+        saver.save(request("b"), wait=False)
+        saver.wait()
+        assert calls == ["'b')", "files written)"]
+        calls.clear()
+        saver.save(request("c"), wait=False, replace=True)
+        saver.wait()
+        assert calls == ["its turn)", "in memory)", "'c')", "files written)"]
+        calls.clear()
+        saver.save(request("d"), wait=True, replace=True)
+        assert calls == ["'d')", "files written)"]
+        saver.close()
+
+    def test_while_a_save_is_under_way_nothing_is_released(self, tmp_path: Path) -> None:
+        go_on = threading.Event()
+        saver = Saver(RootWriter(storage := open_storage(tmp_path), SingleProcess()))
+        write, settled = storage.write, list[int]()
+
+        def gated(key: str, pieces: Any, **options: Any) -> None:
+            assert go_on.wait(DEADLINE)
+            write(key, pieces, **options)
+
+        storage.write = gated  # type: ignore[method-assign]
+        saver.root.settle = lambda: settled.append(1)  # type: ignore[method-assign]
+        saver.save(request(), wait=False)
+        saver.close()
+        saver.release_idle()
+        go_on.set()
+        saver.wait()
+        assert settled == [1]
+        assert saver.root.held is not None
+        saver.close()
+        assert ckpt.verify(tmp_path) == {"a": []}
+
     def test_a_root_elsewhere_is_released_after_the_save_into_it(self, tmp_path: Path) -> None:
         root = RootWriter(open_storage(tmp_path / "root"), SingleProcess())
         other = RootWriter(open_storage(tmp_path / "other"), SingleProcess())
@@ -547,6 +594,14 @@ class TestVerdicts:
         ):
             outlines = [{"state": state, "pieces": piece} for piece, state in zip(pieces, states, strict=True)]
             assert outlines_match(outlines) == match
+
+
+def test_memory_that_was_to_be_read_back_is_freed() -> None:
+    record = FileRecord(name="x", path="p", size=3, blocks=())
+    files = CommittedFiles("a", "id", (record, record), {"x": FilePlan.of("x", b"123")})
+    assert (files.size, files.key(record)) == (6, "a/p")
+    files.free_memory()
+    assert files.in_memory == {}
 
 
 class TestAdvice:

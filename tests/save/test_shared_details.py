@@ -75,3 +75,17 @@ def test_a_tensor_that_is_cut_in_another_way_is_no_copy() -> None:
 
     assert others(other_rows) == {}
     assert others(columns) == {2: ["a"], 3: ["a"]}
+
+
+def test_a_copy_of_which_one_shard_differs_is_another_one() -> None:
+    rows, replica = Layout((2,), (0, 1), ("S0",)), Layout((2,), (2, 3), ("S0",))
+
+    def others(checksum: str) -> dict[int, list[str]]:
+        ranks = [shards({"a": rows}), shards({"a": rows}), shards({"a": replica}), shards({"a": replica, "b": own})]
+        for described, value in zip(ranks, ("1", "2", "1", checksum), strict=True):
+            described["parts"]["model"]["pieces"] = {"a": value}
+        return unite_parts(ranks)["model"].others
+
+    own = Layout.of_one(3)
+    assert others("2") == {}
+    assert others("9") == {2: ["a"], 3: ["a"]}

@@ -329,3 +329,41 @@ def test_an_image_has_every_file_from_a_page_on_with_its_headers_and_tensors() -
     for plan in (tensors,):
         assert files[plan.path].in_memory
         assert b"".join(map(bytes, files[plan.path].pieces())) == b"".join(map(bytes, plan.pieces()))
+
+
+def test_whoever_waits_for_bytes_gets_them_or_the_error() -> None:
+    arrival = fetch.Arrival([(0, 4), (10, 6)])
+    assert arrival.missing == 10
+    arrival.wait(0)
+    got: list[str] = []
+
+    def wait(stop: int | None) -> None:
+        try:
+            arrival.wait(stop)
+            got.append(f"{stop}")
+        except ValueError:
+            got.append(f"{stop} failed")
+
+    threads = [threading.Thread(target=wait, args=(stop,)) for stop in (10, None)]
+    for thread in threads:
+        thread.start()
+    arrival.arrived(0)
+    threads[0].join(20)
+    assert (got, arrival.missing) == (["10"], 6)
+    with pytest.raises(StopIteration):
+        next(arrival.pieces(memoryview(b""), 0, 0))
+    arrival.fail(ValueError("lost"))
+    threads[1].join(20)
+    assert got == ["10", "None failed"]
+    arrival.wait(10)
+    with pytest.raises(ValueError, match="lost"):
+        arrival.wait(11)
+    done = fetch.Arrival([(0, 4)])
+    done.arrived(0)
+    done.discard()
+    done.wait()
+    assert done.is_discarded
+    late = fetch.Arrival([(0, 4)])
+    late.discard()
+    with pytest.raises(StateError, match="given back"):
+        late.wait()

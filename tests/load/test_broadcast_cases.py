@@ -1,0 +1,190 @@
+"""Reads for other ranks of the host case by case, without a process group: who reads what, and whose error it is."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt.errors import AbsentError, CkptError, DeniedError, RanksError, StorageError, TransientError, TruncatedError
+from ckpt.formats.native.manifest import FileRecord
+from ckpt.formats.tensors import Transfer
+from ckpt.load import broadcast
+from ckpt.load.broadcast import BroadcastGroup, Broadcasts
+from ckpt.ranks.consensus import FollowingError, SingleProcess
+from ckpt.root.verify import VerifiedFile
+from ckpt.storage import MemoryStorage
+from tests.helpers.places import PassedOn
+
+
+def file_of(storage: Any, name: str) -> VerifiedFile:
+    return VerifiedFile.of(storage, "a", FileRecord(name=name, path=name, size=6, blocks=("x",)))
+
+
+class Passed:
+    """Hands the memory of the rank that reads to those that ask later."""
+
+    def __init__(self) -> None:
+        self.sent: list[torch.Tensor] = []
+
+    def broadcast(self, memory: torch.Tensor, source: int) -> None:
+        assert source == 1
+        if self.sent:
+            memory.copy_(self.sent.pop())
+        else:
+            self.sent.append(memory.clone())
+
+    def phase(self) -> str:
+        return "phase"
+
+
+def test_which_files_the_ranks_of_a_host_read_together() -> None:
+    wanted: Any = [
+        {"host": "two", "files": {"x": "1", "y": "2", "z": "3"}},
+        {"host": "one", "files": {"x": "1"}},
+        {"host": "two", "files": {"x": "1", "y": "9", "z": "3", "w": "5"}},
+        {"host": "two", "files": {"x": "1", "y": "2", "z": "3"}},
+        {"host": "six", "files": {"x": "1"}},
+        {"host": "six", "files": {"x": "2"}},
+    ]
+    (plan,) = broadcast._plan(wanted)
+    assert (plan["ranks"], plan["files"]) == ([0, 2, 3], {"x": 0, "z": 2})
+    assert plan["name"] != broadcast._plan(wanted)[0]["name"]
+
+
+def test_a_file_is_described_by_what_is_wanted_of_it_and_when() -> None:
+    root = MemoryStorage("described")
+    x, y = file_of(root, "x"), file_of(root, "y")
+    first = broadcast._described([[Transfer(x, 0, 3), Transfer(y, 1, 2)], []])
+    assert first.keys() == {"a/x", "a/y"}
+    for other in (
+        [[Transfer(x, 0, 4)], []],
+        [[Transfer(x, 1, 3)], []],
+        [[], [Transfer(x, 0, 3)]],
+        [[Transfer(x, 0, 3), Transfer(x, 3, 1)], []],
+    ):
+        assert broadcast._described(other)["a/x"] != first["a/x"]
+    assert broadcast._described([[Transfer(x, 0, 3)], []])["a/x"] == first["a/x"]
+
+
+def test_what_is_read_for_all_is_apart_and_in_one_order() -> None:
+    root, group = MemoryStorage("split"), Passed()
+    files = {name: file_of(root, name) for name in ("c", "b", "a")}
+    transfers = [Transfer(files[name], start, 2) for start in (0, 2) for name in ("c", "b", "a")]
+    shared = Broadcasts(0, {"a/c": 1, "a/a": 0}, group)  # type: ignore[arg-type]
+    alone, common = shared.split(transfers)
+    assert [transfer.reader.stored.key for transfer in alone] == ["a/b", "a/b"]
+    assert [(transfer.reader.stored.key, transfer.start) for transfer in common] == [
+        ("a/a", 0), ("a/a", 2), ("a/c", 0), ("a/c", 2)
+    ]  # fmt: skip
+    assert common[0].reader is common[1].reader
+    assert (common[0].reader.source, common[2].reader.source, common[2].reader.rank) == (0, 1, 0)
+    assert [shared.reads_here(transfer) for transfer in transfers[:3]] == [False, True, True]
+    assert shared.phase() == "phase"  # type: ignore[comparison-overlap]
+    with Broadcasts(0).phase():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (None, None),
+        (TransientError("x"), TransientError),
+        (DeniedError("x"), DeniedError),
+        (AbsentError("x"), AbsentError),
+        (TruncatedError("x"), TruncatedError),
+        (StorageError("x"), StorageError),
+        (CkptError("x"), CkptError),
+        (ValueError("x"), CkptError),
+    ],
+)
+def test_bytes_and_errors_of_the_rank_that_reads_are_those_of_all(error: Exception | None, kind: Any) -> None:
+    class Fails(PassedOn):
+        reads = 0
+
+        def read_into(self, key: str, start: int, *buffers: memoryview, again: bool = False) -> None:
+            self.reads += 1
+            if error is not None:
+                raise error
+            super().read_into(key, start, *buffers, again=again)
+
+    storage, group = Fails("memory://broadcast-cases"), Passed()
+    storage.inner.write("a/x", [b"012345"])
+    file, read = file_of(storage, "x"), list[bytes]()
+    for rank in (1, 0):
+        shared = Broadcasts(rank, {"a/x": 1}, group)  # type: ignore[arg-type]
+        (transfer,) = shared.split([Transfer(file, 0, 5)])[1]
+        one, two = bytearray(2), bytearray(3)
+        if error is None:
+            transfer.reader.read_into(1, memoryview(one), memoryview(two))
+            read.append(bytes(one + two))
+            continue
+        with pytest.raises(type(error) if rank == 1 else kind) as raised:
+            transfer.reader.read_into(1, memoryview(one), memoryview(two))
+        assert (raised.value is error) == (rank == 1)
+        assert rank == 1 or type(raised.value) is kind
+    assert storage.reads == 1
+    assert read == ([b"12345"] * 2 if error is None else [])
+
+
+class Noted(SingleProcess):
+    """Rank 0 of three, of which the others have noted this, and some are silent."""
+
+    world_size, timeout = 3, 7.0
+
+    def __init__(self, quiet: list[int] | None = None, **notes: str) -> None:
+        super().__init__()
+        self.said, self.quiet, self.watched = notes, quiet or [], list[list[int]]()
+
+    def notes(self, key: str) -> dict[int, str]:
+        return {int(rank[1:]): json.dumps(why) for rank, why in self.said.items()}
+
+    def silent(self, ranks: list[int], watch: Any) -> list[int]:
+        self.watched.append(ranks)
+        return [rank for rank in ranks if rank in self.quiet]
+
+
+def group_of(ranks: Any) -> BroadcastGroup:
+    return BroadcastGroup(SimpleNamespace(), ranks, {"ranks": [0, 1, 2], "files": {}, "name": "load"})  # type: ignore[arg-type]
+
+
+def test_nobody_waits_for_a_rank_that_has_failed_or_ended_or_is_silent() -> None:
+    watch: Any = None
+    group_of(Noted())._check_members(watch, late=True)
+    ranks = Noted(r1="")
+    group_of(ranks)._check_members(watch, late=False)
+    assert ranks.watched == [[2]]
+    with pytest.raises(FollowingError, match="rank 1 did not read the same bytes in the same order"):
+        group_of(Noted(r1=""))._check_members(watch, late=True)
+    with pytest.raises(FollowingError, match=r"was given up\. rank 2: OSError: x"):
+        group_of(Noted(r1="", r2="OSError: x"))._check_members(watch, late=False)
+    group_of(Noted(r0="mine", r9="of another host"))._check_members(watch, late=True)
+    with pytest.raises(RanksError, match="rank 2 gave no sign of life for 7 s"):
+        group_of(Noted([2]))._check_members(watch, late=False)
+
+
+def test_the_end_of_every_phase_is_noted_with_its_error() -> None:
+    noted: list[tuple[str, str]] = []
+
+    class Store(SingleProcess):
+        def note(self, key: str, value: str) -> None:
+            noted.append((key, json.loads(value)))
+            if len(noted) == 3:
+                raise RanksError("the store is gone")
+
+    group = group_of(Store())
+    with group.phase():
+        pass
+    with pytest.raises(ValueError, match="bad"), group.phase():
+        raise ValueError("bad")
+    with group.phase():
+        pass
+    assert noted == [("broadcast/load/1", ""), ("broadcast/load/2", "ValueError: bad"), ("broadcast/load/3", "")]
+
+
+def test_numbers_of_ranks_in_the_job() -> None:
+    assert broadcast._in_job(SingleProcess(), [0, 1]) == [0, 1]
+    assert broadcast._in_job(SingleProcess((4, 7, 9)), [0, 2]) == [4, 9]
