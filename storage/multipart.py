@@ -112,7 +112,7 @@ class Body:
 
     def _between(self, start: int, stop: int) -> Iterator[memoryview]:
         for view in self.views:
-            if start < len(view) and stop > 0:
+            if start < len(view):
                 yield view[max(0, start) : stop]
             start, stop = start - len(view), stop - len(view)
             if stop <= 0:

@@ -147,21 +147,16 @@ def _span(name: str, tensor: torch.Tensor) -> _Span:
 
 
 def _clusters(storages: Iterable[list[_Span]]) -> Iterable[list[_Span]]:
-    """Runs of two or more tensors in which each overlaps an earlier one."""
+    """Runs of tensors in which each but the first overlaps an earlier one."""
     for spans in storages:
         cluster: list[_Span] = []
         reach = 0
         for span in spans:
             if cluster and span.first >= reach:
-                yield from _if_shared(cluster)
+                yield cluster
                 cluster = []
             cluster.append(span)
-            reach = max(reach, span.last) if len(cluster) > 1 else span.last
-        yield from _if_shared(cluster)
-
-
-def _if_shared(cluster: list[_Span]) -> Iterable[list[_Span]]:
-    if len(cluster) > 1:
+            reach = max(reach, span.last)
         yield cluster
 
 

@@ -10,6 +10,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from ckpt.formats.checks import (
     widest,
 )
 from ckpt.formats.layout import Box, Layout
-from ckpt.formats.native import documents, header, manifest
+from ckpt.formats.native import documents, header, manifest, tensor_file
 from ckpt.formats.native.documents import (
     Decoder,
     Encoder,
@@ -338,6 +339,8 @@ class TestEncoder:
             assert again.tobytes() == value.tobytes()
         assert "NumPy value of dtype object, which holds Python objects" in refused(np.array([None]))[0]
         wrong = {"$ndarray": {"dtype": "<f4", "shape": [2], "tensor": "x"}}
+        placeholder = SimpleNamespace(dtype=torch.uint8, shape=(8,))
+        assert Decoder({"x": placeholder}.__getitem__).decode(wrong) is placeholder
         for tensor in (torch.zeros(7, dtype=torch.uint8), torch.zeros(8, dtype=torch.int8)):
             with pytest.raises(DamagedError, match="are no array of"):
                 Decoder({"x": tensor}.__getitem__).decode(wrong)
@@ -418,6 +421,7 @@ class TestHeaders:
         for data, why in (
             (b"", "it has 0 bytes"),
             (b"1234567", "it has 7 bytes"),
+            (bytes(8), "Expecting value"),
             (struct.pack("<Q", 3) + b"{}", "its header claims 3 bytes, of 10 in the file"),
             (struct.pack("<Q", 100_000_001) + b"{}", "its header claims 100000001 bytes"),
             (whole + b"3", "its tensors end at byte"),
@@ -558,6 +562,18 @@ class TestManifests:
         signed = manifest.Signature("k", "v", b"")
         assert not replace(MANIFEST, signature=signed).is_authentic
         assert replace(MANIFEST, signature=replace(signed, verified=True)).is_authentic
+        assert signed.message == manifest.CONTEXT
+        assert signed.line == b' "signature": "ed25519:k:v",\n'
+        text = MANIFEST.unsigned_bytes()
+        ours = manifest.Signature("0" * 64, "1" * 128, text)
+        assert manifest.split_signature(ours.line + text) == (ours, text)
+        assert manifest.split_signature(text) == (None, text)
+        back = Manifest.from_bytes(replace(MANIFEST, signature=ours, run="changed since").to_bytes(), "x")
+        assert (back.run, back.signature) == ("r", replace(ours, name="step-1"))
+        assert manifest.short("0123456789abcdefX") == "0123456789abcdef"
+        for field in ("memory", "resumed"):
+            assert f'"{field}"'.encode() not in text
+        assert b'"memory"' in replace(MANIFEST, memory={"a": 1}).unsigned_bytes()
         infinite = replace(MANIFEST, metrics={"a": math.inf, "b": 0.5})
         assert Manifest.from_bytes(infinite.to_bytes(), "x").metrics == {"a": math.inf, "b": 0.5}
         assert FileRecord.from_json({**record.to_json(), "new": 1}) == record
@@ -622,7 +638,7 @@ class TestTensorFiles:
         with pytest.raises(DamagedError, match="file has no tensor 'x', though the checkpoint refers to it"):
             file.about("x")
 
-    def test_dtypes_that_safetensors_has_not_are_bytes_of_their_length(self) -> None:
+    def test_dtypes_that_safetensors_has_not_are_bytes_of_their_length(self, monkeypatch: pytest.MonkeyPatch) -> None:
         tensor = torch.arange(3).to(torch.complex32)
         data = file_of(x=tensor)
         assert opened(data).tensor("x").view(torch.int32).equal(tensor.view(torch.int32))
@@ -638,6 +654,10 @@ class TestTensorFiles:
                 opened(broken)
         with pytest.raises(ValueError, match="'quint4x2' is no dtype of a stored tensor"):
             dtype_of("quint4x2")
+        monkeypatch.setattr(tensor_file, "NAMES", {"float99", "save"})
+        for name in ("float99", "save"):
+            with pytest.raises(ValueError, match=f"has no dtype '{name}'"):
+                dtype_of(name)
 
     def test_a_view_stays_inside_its_tensor(self) -> None:
         def file(**change: object) -> bytes:
@@ -674,6 +694,9 @@ class TestTensorFiles:
         assert [piece.box for piece in found["w"].pieces] == [Box((0, 0), (3, 2)), Box((3, 0), (3, 2))]
         assert len(pieced(files, lambda file, name: file is files[1])["w"].pieces) == 1
         assert pieced(files)["own"].shape == ()
+        half = Shard(whole[3:], (6, 2), (3, 0))
+        tied = pieced([opened(file_of(a=half, b=half, part=whole[4]))])
+        assert [tied[name].pieces[0].box.offsets for name in ("a", "b", "part")] == [(3, 0), (3, 0), (0,)]
         for other in (whole[:3].double(), whole[:3, :1].contiguous()):
             shape = (6, 2) if other.dtype == torch.float64 else (6, 1)
             wrong = opened(file_of(w=Shard(other, shape, (0, 0))), "wrong")
@@ -755,6 +778,12 @@ class TestShardTables:
         assert list(written_by(every, tensors, 1)) == ["x", "y", "s"]
         assert every.tensors["x"].writers() == {0, 1}
         assert table.tensors["y"].writers() == {1}
+        uneven = ShardTable(
+            {"one": ShardSpec(torch.int8, (1, 2), self.HALVES), "none": ShardSpec(torch.int8, (0, 2), self.HALVES)}
+        )
+        rows = {"one": torch.zeros(1, 2, dtype=torch.int8), "none": torch.zeros(0, 2, dtype=torch.int8)}
+        assert list(written_by(uneven, rows, 0)) == ["one", "none"]
+        assert list(written_by(uneven, rows, 1)) == ["none"]  # an empty shard of what is not empty is not written
         apart = {name: torch.arange(8.0)[start : start + 4] for name, start in (("a", 0), ("b", 4))}
         assert build_table(apart, 1).aliases == {}
         shaped = torch.arange(6.0)
@@ -840,6 +869,9 @@ class TestShardTables:
             found.about("y")
         with pytest.raises(DamagedError, match="rank 0 has written no piece of tensor 'x'"):
             ShardedTensors(table, lambda _: []).tensor("x")
+        huge = ShardTable({"x": ShardSpec(torch.uint8, (1 << 60,), Layout.of_one(0))})
+        with pytest.raises(DamagedError, match="rank 0 has written no piece"):  # before there is memory for it
+            ShardedTensors(huge, lambda _: []).tensor("x")
 
         def only(tensor: torch.Tensor | Shard, _: int) -> list[TensorFile]:
             return [opened(file_of(x=tensor))]

@@ -10,9 +10,11 @@ import os
 import random
 import re
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,13 +31,18 @@ from ckpt.errors import (
     TruncatedError,
 )
 from ckpt.storage import Buffer, LocalStorage, MemoryStorage, Patched, Place, StablePieces, Tiers
-from ckpt.storage.base import below, check_key, read_document
-from ckpt.storage.local import files
+from ckpt.storage.base import LostError, below, check_key, read_document
+from ckpt.storage.local import files, locks, volatile
 from ckpt.storage.local import storage as local_storage
 from ckpt.storage.local.files import BLOCK, NotRegularError, is_mostly_holes, open_regular, translated, write_durably
+from ckpt.storage.local.locks import LocalLocks
 from ckpt.storage.local.storage import OneFolder, read_scattered
+from ckpt.storage.local.volatile import VolatileStorage
 from ckpt.storage.multipart import Body, scatter, split_into_parts
 from ckpt.storage.object_storage import ObjectStorage
+from ckpt.storage.retry import Requests, RetryPolicy
+from ckpt.util.aligned_memory import address_of, copy_bytes
+from ckpt.util.aligned_memory import make_resident as make_resident_pages
 from tests.helpers.storage_contract import sizes
 
 KIB = 1 << 10
@@ -220,6 +227,25 @@ class TestDirectWrites:
         last = size // BLOCK * BLOCK
         assert set(writes) == whole | {(last, size - last)}
 
+    @pytest.mark.parametrize("aligned", [True, False])
+    def test_memory_at_a_page_is_written_without_a_copy(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aligned: bool
+    ) -> None:
+        copied, real = list[int](), copy_bytes
+
+        def noted(source: memoryview, target: memoryview) -> None:
+            copied.append(len(source))
+            real(source, target)
+
+        monkeypatch.setattr(files, "copy_bytes", noted)
+        memory = memoryview(mmap.mmap(-1, BLOCK + 8192))
+        for at, size in ((0, BLOCK), (4096, BLOCK), (0, BLOCK + 3)) if aligned else ((1, BLOCK), (4097, BLOCK)):
+            copied.clear()
+            with open(tmp_path / f"{at}-{size}", "xb", buffering=0) as file:
+                write_durably(file.fileno(), [memory[at : at + size]])
+            assert sum(copied) == (size % BLOCK if aligned else size)
+            assert (tmp_path / f"{at}-{size}").stat().st_size == size
+
     def test_a_stream_is_reserved_in_steps_and_no_more_is_kept_than_was_written(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -256,6 +282,7 @@ class TestDirectWrites:
             raise OSError(errno.ENOSPC, "no room for that much")
 
         monkeypatch.setattr(files, "reserve", full)
+        monkeypatch.setattr(files, "_RESERVED", BLOCK)
         storage = LocalStorage(tmp_path)
         storage.write("stream", iter([b"x" * BLOCK, b"y" * BLOCK]))
         assert sizes(storage) == {"stream": 2 * BLOCK}
@@ -304,6 +331,22 @@ class TestScatteredReads:
         assert read_scattered(descriptor, 5000, [memoryview(buffer) for buffer in buffers]) == 0
         assert b"".join(buffers) == data[5000:305_100]
         assert asked == [(4096, 303_104)]
+
+    def test_the_kernel_is_asked_what_is_cached(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[tuple[int, ...]] = []
+        answers: list[tuple[int, int]] = []
+
+        class Kernel:
+            def syscall(self, number: int, descriptor: int, span: Any, found: Any, flags: int) -> int:
+                asked.append((number, descriptor, span._obj.start, span._obj.size, flags))
+                answer, found._obj.cached = answers.pop()
+                return answer
+
+        monkeypatch.setattr(local_storage, "_libc", Kernel())
+        for *answer, expected in ((0, 0, False), (0, 50, False), (0, 51, True), (0, 100, True), (-1, 0, True)):
+            answers.append((answer[0], answer[1]))
+            assert local_storage._is_cached(7, 4096, 100 * mmap.PAGESIZE) == expected
+        assert set(asked) == {(451, 7, 4096, 100 * mmap.PAGESIZE, 0)}
 
     def test_little_and_what_is_wanted_again_is_read_through_the_cache(
         self, file: tuple[int, bytes], monkeypatch: pytest.MonkeyPatch
@@ -442,6 +485,306 @@ class TestLocks:
         storage.write("object", [b"new"], over=storage.version("object"))
         assert sorted(os.listdir(tmp_path)) == ["object", "other"]
 
+    def test_no_child_is_forked_while_a_lock_is_taken_or_released(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        free: list[tuple[str, bool]] = []
+
+        def noted(name: str) -> None:
+            real = getattr(LocalLocks, name)
+
+            def call(*given: Any, **named: Any) -> Any:
+                def ask() -> None:
+                    taken = locks.no_fork.acquire(blocking=False)
+                    free.append((name, taken))
+                    if taken:
+                        locks.no_fork.release()
+
+                asking = threading.Thread(target=ask)
+                asking.start()
+                asking.join()
+                return real(*given, **named)
+
+            monkeypatch.setattr(LocalLocks, name, call)
+
+        noted("_locked")
+        noted("_leave")
+        with LocalStorage(tmp_path).lock("object"):
+            pass
+        assert free == [("_locked", False), ("_leave", False)]
+
+    def test_a_child_has_no_lock_of_its_parent(self, tmp_path: Path) -> None:
+        assert not locks._held
+        descriptor = os.open(tmp_path, os.O_RDONLY)
+        locks._held.add(descriptor)
+        locks.no_fork.acquire()  # as before a fork
+        locks._release_in_child()
+        assert not locks._held
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+        free: list[bool] = []
+        asking = threading.Thread(target=lambda: free.append(locks.no_fork.acquire(blocking=False)))
+        asking.start()
+        asking.join()
+        assert free == [True]
+
+    def test_a_filesystem_without_locks_has_nothing_left_of_them(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def no_locks(descriptor: int, operation: int) -> None:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+        before, storage = os.listdir("/proc/self/fd"), LocalStorage(tmp_path)
+        with storage.lock("object"), storage.lock("object"):
+            assert os.listdir(tmp_path) == []
+        assert os.listdir("/proc/self/fd") == before
+
+    def test_one_that_waits_asks_less_and_less_often(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        pauses, storage = list[float](), LocalStorage(tmp_path)
+
+        def sleep(seconds: float) -> None:
+            pauses.append(seconds)
+            if len(pauses) == 10:
+                held.__exit__(None, None, None)
+
+        held = storage._locks.renaming()
+        held.__enter__()
+        monkeypatch.setattr("time.sleep", sleep)
+        with storage._locks.renaming():
+            pass
+        assert pauses == [0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.05, 0.05, 0.05, 0.05]
+
+
+class TestVolatile:
+    """Files in memory: their pages are used again, and those that another process holds are followed."""
+
+    LARGE = 64 << 10
+
+    def test_a_file_over_a_longer_one_has_its_own_length(self, tmp_path: Path) -> None:
+        storage = VolatileStorage(tmp_path)
+        for size in (5 * self.LARGE, 2 * self.LARGE, 3 * self.LARGE + 1):
+            storage.write("object", [os.urandom(size)])
+            inode = (tmp_path / "object").stat().st_ino
+            storage.delete(["object"])
+            data = os.urandom(size - 1)
+            storage.write("other", [data])
+            assert storage.read("other") == data
+            assert (tmp_path / "other").stat().st_ino == inode
+            assert stat.S_IMODE((tmp_path / "other").stat().st_mode) == 0o600
+            storage.delete(["other"])
+
+    def test_the_spare_of_the_nearest_size_is_taken(self, tmp_path: Path) -> None:
+        storage = VolatileStorage(tmp_path)
+        inodes = {}
+        for size in (2, 4, 8):
+            storage.write(str(size), [bytes(size * self.LARGE)])
+            inodes[size] = (tmp_path / str(size)).stat().st_ino
+        storage.delete(["2", "4", "8"])
+        for wanted, nearest in ((5, 4), (7, 8), (9, 2)):
+            storage.write("object", [bytes(wanted * self.LARGE)])
+            assert (tmp_path / "object").stat().st_ino == inodes[nearest]
+            os.rename(tmp_path / "object", tmp_path / f"kept-{wanted}")
+        storage.write("small", [bytes(self.LARGE - 1)])
+        storage.delete(["small"])
+        assert [name for name in os.listdir(tmp_path) if name.startswith(".spare")] == []
+        storage.trim()
+
+    def test_another_process_holds_what_is_large_or_of_unknown_size(self, tmp_path: Path) -> None:
+        held: list[str] = []
+
+        def hold(path: Path) -> int:
+            held.append(path.name)
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+
+        storage = VolatileStorage(tmp_path, hold)
+        for key, pieces, expected in (
+            ("small", [bytes(self.LARGE - 1)], 0), ("large", [bytes(self.LARGE)], 1), ("stream", iter([b"x"]), 2),
+        ):  # fmt: skip
+            storage.write(key, pieces)
+            assert len(held) == expected
+        before = os.umask(0)
+        try:
+            VolatileStorage(tmp_path).write("plain", [b"x"])
+        finally:
+            os.umask(before)
+        assert stat.S_IMODE((tmp_path / "plain").stat().st_mode) == 0o600
+
+    def test_a_link_to_held_memory_is_followed_until_its_holder_ends(self, tmp_path: Path) -> None:
+        storage, memory = VolatileStorage(tmp_path), os.memfd_create("ckpt")
+        os.write(memory, b"bytes")
+        (tmp_path / "object").symlink_to(f"/proc/self/fd/{memory}")
+        before = len(os.listdir("/proc/self/fd"))
+        assert storage.read("object") == b"bytes"
+        assert sizes(storage) == {"object": 5}
+        assert storage.version("object") is not None
+        storage.link("object", "again")
+        assert storage.read("again") == b"bytes"
+        with pytest.raises(AbsentError):
+            storage.read("object/below")
+        assert len(os.listdir("/proc/self/fd")) == before
+        os.close(memory)
+        with pytest.raises(AbsentError):
+            storage.read("object")
+        assert storage.version("object") is None
+        (tmp_path / "outside").symlink_to("/etc/hostname")
+        with pytest.raises(AbsentError):
+            storage.read("outside")
+        assert len(os.listdir("/proc/self/fd")) == before - 1
+
+    def test_held_memory_with_another_name_is_not_used_again(self, tmp_path: Path) -> None:
+        storage, memory = VolatileStorage(tmp_path), os.memfd_create("ckpt")
+        os.write(memory, bytes(self.LARGE))
+        holder = tmp_path / "holder"
+        holder.mkdir()
+        (holder / "token").symlink_to(f"/proc/self/fd/{memory}")
+        for name in ("one", "two"):
+            os.link(holder / "token", tmp_path / name, follow_symlinks=False)
+        storage.delete(["one"])
+        assert sorted(os.listdir(tmp_path)) == ["holder", "two"]
+        storage.delete(["two"])
+        assert len([name for name in os.listdir(tmp_path) if name.startswith(".spare-65536-")]) == 1
+        storage.write("new", [b"x" * self.LARGE])
+        assert os.pread(memory, 3, 0) == b"xxx"
+        os.close(memory)
+
+    def test_a_reserved_file_becomes_the_object_if_it_is_what_it_was(self, tmp_path: Path) -> None:
+        storage = VolatileStorage(tmp_path / "root")
+        for change in ("", "swept", "linked", "another"):
+            descriptor, file = storage.reserve(self.LARGE)
+            assert os.fstat(descriptor).st_size == self.LARGE
+            os.pwrite(descriptor, b"y" * self.LARGE, 0)
+            if change in ("swept", "another"):
+                os.unlink(file.path)
+            if change == "linked":
+                os.link(file.path, tmp_path / "second name")
+            if change == "another":
+                Path(file.path).write_bytes(b"z" * self.LARGE)
+            arrived: list[bool] = []
+
+            def pieces(arrived: list[bool] = arrived) -> Iterator[memoryview]:
+                arrived.append(True)
+                yield memoryview(b"y" * self.LARGE)
+
+            storage.write("object", StablePieces(self.LARGE, pieces, file))
+            same = (tmp_path / "root/object").stat().st_ino == os.fstat(descriptor).st_ino
+            assert same == (change == "")
+            assert storage.read("object") == b"y" * self.LARGE
+            assert arrived
+            storage.give_up(file)
+            os.close(descriptor)
+        assert (tmp_path / "second name").read_bytes() == b"y" * self.LARGE
+
+    def test_chunks_are_given_their_pages_from_a_page_on_and_these_are_forgotten(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(volatile, "_CHUNK", 10_000)
+        resident, forgotten = set[tuple[int, int]](), set[tuple[int, int]]()
+        real = make_resident_pages
+        answers = [True]
+
+        def make_resident(view: memoryview) -> bool:
+            assert address_of(view) % mmap.PAGESIZE == 0
+            resident.add((address_of(view), len(view)))
+            return answers[0] and real(view)
+
+        monkeypatch.setattr(volatile, "make_resident", make_resident)
+        monkeypatch.setattr(volatile, "forget_pages", lambda view: forgotten.add((address_of(view), len(view))))
+        data = os.urandom(33_333)
+        for answers in ([True], [False]):
+            resident.clear()
+            forgotten.clear()
+            with open(tmp_path / "file", "w+b") as file:
+                volatile.overwrite(file.fileno(), [data[:11_111], data[11_111:]])
+            assert (tmp_path / "file").read_bytes() == data
+            assert len(resident) == 5
+            assert forgotten == (resident if answers[0] else set())
+
+
+class TestRequests:
+    def test_while_it_is_given_up_nothing_is_asked_and_afterwards_it_is_again(self) -> None:
+        requests, asked = Requests(RetryPolicy(), "the store"), list[int]()
+
+        def attempt() -> int:
+            asked.append(1)
+            return 7
+
+        assert (requests.progress, requests.make(attempt), requests.progress) == (0, 7, 1)
+        with requests.giving_up():
+            with pytest.raises(TransientError, match=r"given up: the server of the store did not answer\."):
+                requests.make(attempt)
+            with requests.giving_up():
+                pass
+            with pytest.raises(TransientError, match="given up"):
+                requests.make(attempt)
+        assert (requests.make(attempt), len(asked), requests.progress) == (7, 2, 2)
+
+    def test_a_request_under_way_is_not_made_again_once_it_is_given_up(self) -> None:
+        requests, tries = Requests(RetryPolicy(first_pause=60.0, longest_pause=60.0), "the store"), list[int]()
+        failed, ended = threading.Event(), list[str]()
+
+        def attempt() -> None:
+            tries.append(1)
+            failed.set()
+            raise TransientError("busy.")
+
+        def make() -> None:
+            try:
+                requests.make(attempt)
+            except TransientError as error:
+                ended.append(str(error))
+
+        asking = threading.Thread(target=make)
+        asking.start()
+        assert failed.wait(60)
+        with requests.giving_up():
+            asking.join(60)
+        assert ended == ["given up: busy."]
+        assert len(tries) == 1
+
+    def test_no_more_large_pieces_are_under_way_than_may_be(self) -> None:
+        requests, at_work, most = Requests(RetryPolicy(), at_once=2), list[int](), list[int]()
+        together = threading.Semaphore(0)
+
+        def attempt() -> None:
+            at_work.append(1)
+            most.append(len(at_work))
+            together.acquire(timeout=0.05)
+            at_work.pop()
+
+        threads = [threading.Thread(target=lambda: requests.make(attempt, is_large=True)) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert max(most) == 2
+
+    @pytest.mark.parametrize("lost", [True, False])
+    def test_nothing_is_changed_in_a_store_whose_lease_is_lost(
+        self, monkeypatch: pytest.MonkeyPatch, lost: bool
+    ) -> None:
+        objects = RecordedObjects()
+        storage = ObjectStorage(objects)  # type: ignore[arg-type]
+
+        def confirm() -> None:
+            if lost:
+                raise LostError("lost")
+
+        monkeypatch.setattr(storage._leases, "confirm", confirm)
+        calls: list[Callable[[], object]] = [
+            lambda: storage.write("a", [b""]),
+            lambda: storage.link("a", "b"),
+            lambda: storage.delete(["a"]),
+            lambda: storage.sweep(),
+        ]
+        for call in calls:
+            if lost:
+                with pytest.raises(LostError):
+                    call()
+            else:
+                call()
+        assert len(objects.asked) == (0 if lost else 4)
+
 
 class TestGroupsOfFiles:
     def test_a_folder_that_cannot_be_synced_is_named_with_all_its_files(
@@ -497,9 +840,10 @@ class TestGroupsOfFiles:
     def test_a_disk_that_runs_full_as_it_begins_to_write_is_an_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        code = 0
+        code, calls = 0, list[tuple[object, ...]]()
 
-        def call(*_: object) -> int:
+        def call(_: int, *given: object) -> int:
+            calls.append(given)
             return -1
 
         monkeypatch.setattr(files, "c_function", lambda *_: call)
@@ -512,6 +856,17 @@ class TestGroupsOfFiles:
         with pytest.raises(FullError), storage.grouped():
             storage.write("full", [b"x"])
         assert len(sizes(storage)) == 4
+        assert set(calls) == {(0, 0, 2)}  # all of the file, without waiting
+
+    def test_a_group_that_is_full_is_named_before_the_next_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(files, "_MOST_FILES", 2)
+        storage = LocalStorage(tmp_path)
+        with storage.grouped():
+            for number in range(5):
+                storage.write(f"a/{number}", [b"x"])
+                assert len(sizes(storage)) == (number + 1) // 2 * 2
 
 
 class TestFolders:
@@ -552,6 +907,26 @@ class TestFolders:
         for root in (None, 3, b"bytes", ["a"]):
             with pytest.raises(ConfigError, match="a root must be a path"):
                 LocalStorage(root)  # type: ignore[arg-type]
+
+    def test_folders_that_somebody_else_makes_meanwhile_are_used(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real_path, real = Path.mkdir, os.mkdir
+
+        def made_first(path: Path) -> None:
+            real_path(path)
+            raise FileExistsError(errno.EEXIST, "somebody else was first")
+
+        def made(*given: Any, **named: Any) -> None:
+            real(*given, **named)
+            raise FileExistsError(errno.EEXIST, "somebody else was first")
+
+        monkeypatch.setattr(Path, "mkdir", made_first)
+        files.make_directories(tmp_path / "a/b")
+        monkeypatch.setattr(Path, "mkdir", real_path)
+        monkeypatch.setattr(os, "mkdir", made)
+        LocalStorage(tmp_path / "a/b").write("c/d/object", [b"x"])
+        assert (tmp_path / "a/b/c/d/object").read_bytes() == b"x"
 
     def test_every_spelling_of_a_root_is_one_place(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "root").mkdir()
