@@ -8,8 +8,10 @@ import shutil
 import threading
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +42,8 @@ from ckpt.memory.slots import SlotWriter
 from ckpt.memory.statistics import Statistics, crash_facts, saving, saving_of
 from ckpt.ranks.consensus import SingleProcess
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
-from ckpt.storage import Buffer, MemoryStorage
+from ckpt.storage import Buffer, MemoryStorage, Storage
+from ckpt.util.threads import Worker
 from tests.helpers.byte_checkpoints import FILES, keys, save
 from tests.memory.deserted import create_place, snapshot
 
@@ -57,28 +60,52 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-Wires = defaultdict[tuple[int, int, int], "queue.Queue[bytes]"]
+@dataclass
+class Network:
+    """Stands for gloo: what a rank sends to another with a tag is received in that order."""
+
+    wires: dict[tuple[int, int, int], queue.Queue[bytes]] = field(default_factory=lambda: defaultdict(queue.Queue))
+    alter: int = -1  # which message is altered on its way
+    sent: int = 0
+
+    def link(self, rank: int) -> HostLink:
+        return HostLink((self, rank), rank, b"k" * 32)
+
+    def isend(self, data: torch.Tensor, receiver: int, group: Any, tag: int) -> Any:
+        message = bytearray(data.numpy().tobytes())
+        if self.sent == self.alter:
+            message[-1] ^= 1
+        self.sent += 1
+        self.wires[group[1], receiver, tag].put(bytes(message))
+        return SimpleNamespace(wait=lambda: None)
+
+    def irecv(self, data: torch.Tensor, sender: int, group: Any, tag: int) -> Any:
+        def wait() -> None:
+            found = self.wires[sender, group[1], tag].get(timeout=60)
+            if len(found) != data.numel() * data.element_size():
+                raise RuntimeError("another message than this one was expected")
+            data.copy_(torch.frombuffer(bytearray(found), dtype=data.dtype))
+
+        return SimpleNamespace(wait=wait)
 
 
-class Wire(HostLink):
-    """A link whose bytes go through a queue: what a rank sends to another with a tag is received in that order."""
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> Network:
+    network = Network()
+    monkeypatch.setattr("torch.distributed.isend", network.isend)
+    monkeypatch.setattr("torch.distributed.irecv", network.irecv)
+    return network
 
-    rank: int
-    wires: Wires
 
-    @classmethod
-    def of(cls, rank: int, wires: Wires) -> Wire:
-        link = cls(None)
-        link.rank, link.wires = rank, wires
-        return link
-
-    def _send(self, data: torch.Tensor, receiver: int, tag: int = 1) -> None:
-        self.wires[self.rank, receiver, tag].put(data.numpy().tobytes())
-
-    def _receive(self, data: torch.Tensor, sender: int, tag: int = 1) -> None:
-        found = self.wires[sender, self.rank, tag].get(timeout=60)
-        assert len(found) == data.numel() * data.element_size()
-        data.copy_(torch.frombuffer(bytearray(found), dtype=data.dtype))
+def transfer(network: Network, source: Storage, target: Storage, name: str = "step-1") -> str:
+    """Rank 3 sends a snapshot to rank 5."""
+    sending = Worker("sender").start(lambda: network.link(3).send(source, name, 5))
+    try:
+        received = network.link(5).receive(target, 3)
+        sending.wait()
+    finally:
+        sending.close()
+    return received
 
 
 class Noting(MemoryStorage):
@@ -99,28 +126,28 @@ class Noting(MemoryStorage):
         super().delete(listed)
 
 
+def _send_unconfirmed(sender: HostLink, source: Storage) -> None:
+    with suppress(LinkError):
+        sender.send(source, "step-1", 5)
+
+
 class TestLink:
-    def test_a_snapshot_arrives_whole_with_its_manifest_last(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_snapshot_arrives_whole_with_its_manifest_last(
+        self, network: Network, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(replicas, "_BLOCK", 100)
-        wires: Wires = defaultdict(queue.Queue)
         source, target = MemoryStorage("link-source"), Noting("link-target")
         manifest = save(source, "step-1")
-        size = len(FILES["model.safetensors"])
-        sending = threading.Thread(target=Wire.of(3, wires).send, args=(source, "step-1", 5))
-        sending.start()
-        assert Wire.of(5, wires).receive(target, 3) == "step-1"
-        sending.join(60)
-        assert not sending.is_alive()
+        assert transfer(network, source, target) == "step-1"
         assert target.written == [*(f"step-1/{file.path}" for file in manifest.files), f"step-1/{FILE_NAME}"]
         assert all(target.read(key) == source.read(key) for key in target.written)
-        assert size > 200  # so that it came in several blocks
-        assert all(one.empty() for one in wires.values())
+        assert len(FILES["model.safetensors"]) > 200  # so that it came in several blocks
+        assert all(one.empty() for one in network.wires.values())
 
     @pytest.mark.parametrize("same", [True, False])
     def test_another_part_of_the_same_snapshot_is_kept_and_another_snapshot_of_that_name_is_not(
-        self, same: bool
+        self, network: Network, same: bool
     ) -> None:
-        wires: Wires = defaultdict(queue.Queue)
         source, target = MemoryStorage(f"part-source-{same}"), MemoryStorage(f"part-target-{same}")
         save(source, "step-1")
         if same:
@@ -129,27 +156,44 @@ class TestLink:
         else:
             save(target, "step-1")
         target.write("step-1/other", [b"of another rank"])
-        Wire.of(1, wires)._send(torch.ones(1, dtype=torch.uint8), 0, 2)  # the confirmation that the sender waits for
-        Wire.of(0, wires).send(source, "step-1", 1)
-        Wire.of(1, wires).receive(target, 0)
+        transfer(network, source, target)
         assert ("step-1/other" in keys(target)) == same
 
-    def test_files_that_are_not_there_are_not_sent(self) -> None:
-        wires: Wires = defaultdict(queue.Queue)
+    def test_files_that_are_not_there_are_not_sent(self, network: Network) -> None:
         source, target = MemoryStorage("some-source"), Noting("some-target")
         save(source, "step-1")
         source.write("step-1/state.json", [b"of another size"])
-        Wire.of(1, wires)._send(torch.ones(1, dtype=torch.uint8), 0, 2)
-        Wire.of(0, wires).send(source, "step-1", 1)
-        Wire.of(1, wires).receive(target, 0)
+        transfer(network, source, target)
         assert target.written == ["step-1/model.safetensors", f"step-1/{FILE_NAME}"]
 
+    @pytest.mark.parametrize("message", range(9))
+    def test_what_is_altered_on_its_way_is_never_committed(self, network: Network, message: int) -> None:
+        """The header's length, itself and its tag; two files and the manifest, each with its tag."""
+        source, target = MemoryStorage(f"altered-source-{message}"), Noting(f"altered-target-{message}")
+        save(source, "step-1")
+        network.alter = message
+        sender = network.link(3)
+        sending = Worker("sender").start(lambda: _send_unconfirmed(sender, source))
+        try:
+            with pytest.raises(LinkError, match=r"was not sent by it|does not answer|sends something else"):
+                network.link(5).receive(target, 3)
+        finally:
+            network.wires[5, 3, 2].put(bytes(32))  # nobody confirms
+            sending.close()
+        assert f"step-1/{FILE_NAME}" not in target.written
+
+    def test_a_confirmation_of_somebody_else_is_none(self, network: Network) -> None:
+        source = MemoryStorage("unconfirmed")
+        save(source, "step-1")
+        network.wires[5, 3, 2].put(bytes(32))
+        with pytest.raises(LinkError, match="what came in the name of rank 5 was not sent by it"):
+            network.link(3).send(source, "step-1", 5)
+
     @pytest.mark.parametrize("length", [0, -1, (64 << 20) + 1])
-    def test_what_is_no_header_is_refused_before_it_takes_memory(self, length: int) -> None:
-        wires: Wires = defaultdict(queue.Queue)
-        Wire.of(0, wires)._send(torch.tensor([length]), 1)
+    def test_what_is_no_header_is_refused_before_it_takes_memory(self, network: Network, length: int) -> None:
+        network.link(0)._send(torch.tensor([length]), 1)
         with pytest.raises(LinkError, match="rank 0 sends something else than a snapshot"):
-            Wire.of(1, wires).receive(MemoryStorage("header"), 0)
+            network.link(1).receive(MemoryStorage("header"), 0)
 
     def test_the_numbers_of_the_job_are_used_and_its_errors_name_the_rank(
         self, monkeypatch: pytest.MonkeyPatch
@@ -167,15 +211,15 @@ class TestLink:
 
         monkeypatch.setattr("torch.distributed.isend", call)
         monkeypatch.setattr("torch.distributed.irecv", call)
-        data = torch.zeros(1)
-        HostLink("group")._send(data, 1)
-        HostLink("group", members=(4, 7))._receive(data, 1, 2)
-        assert calls == [(1, "group", 1), (7, "group", 2)]
+        data, key = torch.zeros(1), b"k"
+        HostLink("group", 0, key)._send(data, 1)
+        HostLink("group", 0, key, members=(4, 7))._receive(data, 1)
+        assert calls == [(1, "group", 1), (7, "group", 1)]
         with pytest.raises(LinkError, match="the host of rank 1 does not answer: connection reset"):
-            HostLink("group")._send(data, 1)
+            HostLink("group", 0, key)._send_tag(1, 2)
         with pytest.raises(LinkError, match=r"this run ends\."):
-            HostLink("group", closing=True)._send(data, 1)
-        assert len(calls) == 3
+            HostLink("group", 0, key, closing=True)._send(data, 1)
+        assert calls[2:] == [(1, "group", 2)]
 
     def test_hosts_are_connected_by_their_numbers_in_the_job(self, monkeypatch: pytest.MonkeyPatch) -> None:
         made: list[tuple[Any, ...]] = []
@@ -187,7 +231,7 @@ class TestLink:
         monkeypatch.setattr("torch.distributed.new_group", new_group)
         link = HostLink.connect((0, 2), SingleProcess())
         assert link is not None
-        assert (link.group, link.members) == ("group", None)
+        assert (link.group, link.rank, len(link.key), link.members) == ("group", 0, 32, None)
         some = HostLink.connect((0, 1), SingleProcess((3, 8)))
         assert some is not None
         assert some.members == (3, 8)
@@ -208,7 +252,7 @@ class Recorded(HostLink):
     """What is asked of a link."""
 
     def __init__(self, fails: str = "") -> None:
-        super().__init__(None)
+        super().__init__(None, 0, b"k")
         self.asked: list[tuple[str, str, int]] = []
         self.fails = fails
 
@@ -476,7 +520,12 @@ class TestPlaces:
         opened.close(second)  # which is not its own any more
         os.close(second)
         free: list[bool] = []
-        asking = threading.Thread(target=lambda: free.append(opened.guard.acquire(blocking=False)))
+
+        def ask() -> None:
+            free.append(opened.guard.acquire(blocking=False))
+            opened.guard.release()
+
+        asking = threading.Thread(target=ask)
         asking.start()
         asking.join()
         assert free == [True]

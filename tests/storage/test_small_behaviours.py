@@ -523,7 +523,12 @@ class TestLocks:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(descriptor)
         free: list[bool] = []
-        asking = threading.Thread(target=lambda: free.append(locks.no_fork.acquire(blocking=False)))
+
+        def ask() -> None:
+            free.append(locks.no_fork.acquire(blocking=False))
+            locks.no_fork.release()
+
+        asking = threading.Thread(target=ask)
         asking.start()
         asking.join()
         assert free == [True]
