@@ -855,8 +855,12 @@ class TestKeys:
     def test_what_is_no_key_is_refused_before_anything_is_made_and_never_shown(
         self, tmp_path: Path, option: str, source: str
     ) -> None:
-        made = {"encrypted": _pem(_new_private("ed25519"), b"secret"), "rsa": _pem(_new_private("rsa"), None)}
-        given = {**made, "a folder": str(tmp_path)}.get(source, source)
+        make: dict[str, Callable[[], str]] = {
+            "encrypted": lambda: _pem(_new_private("ed25519"), b"secret"),
+            "rsa": lambda: _pem(_new_private("rsa"), None),
+            "a folder": lambda: str(tmp_path),
+        }
+        given = make.get(source, lambda: source)()
         options: dict[str, Any] = {option: given, "required": option == "verify_key"}
         with pytest.raises(ckpt.ConfigError) as raised:
             ckpt.StateManager(tmp_path / "run", model=nn.Linear(4, 4), signing=ckpt.Signing(**options))

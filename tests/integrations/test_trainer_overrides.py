@@ -17,6 +17,8 @@ from ckpt.errors import ConfigError
 from ckpt.integrations.transformers import CkptCallback
 from tests.integrations.test_transformers import with_callbacks
 
+pytestmark = pytest.mark.slow  # transformers takes seconds to import
+
 
 class Net(nn.Module):
     def __init__(self) -> None:

@@ -24,6 +24,8 @@ from ckpt.integrations.transformers import CkptCallback, managed_objects, refuse
 from ckpt.ranks.consensus import SingleProcess
 from tests.integrations.test_trainer_overrides import Net, build
 
+pytestmark = pytest.mark.slow  # transformers takes seconds to import
+
 
 @dataclass(frozen=True)
 class Saved:

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.format_pairs import KEEPS_THE_OPTIMIZER, SOURCES, TARGETS, Written, difference
 from tests.helpers.second_process import slow_where
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # every library is imported
 
 
 @pytest.fixture(scope="module", params=slow_where("sharded", SOURCES))
