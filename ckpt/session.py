@@ -44,8 +44,8 @@ from ckpt.save.snapshot.snapshots import Snapshots
 from ckpt.save.transaction import SaveRequest
 from ckpt.state import rng
 from ckpt.state.objects import GivenObjects, ObjectSource
-from ckpt.state.registry import StateRegistry
-from ckpt.state.unmanaged import UnmanagedWatch, weakly
+from ckpt.state.registry import StateRegistry, weakly
+from ckpt.state.unmanaged import UnmanagedWatch
 from ckpt.state.unwrap import walked_once
 from ckpt.storage import MemoryStorage, Storage, place_of
 from ckpt.util.console import say

@@ -125,7 +125,10 @@ def _placement_text(placement: Any) -> str:
 
 
 def local_tensor(tensor: Any) -> torch.Tensor:
-    """This rank's shard; an empty tensor if it has none."""
+    """This rank's shard, an empty tensor if it has none; of a tensor that is not sharded, all of it."""
+    if not is_sharded(tensor):
+        whole: torch.Tensor = tensor
+        return whole
     if hasattr(tensor, "to_local"):
         with torch.no_grad():  # returns the shard itself, without an autograd node
             piece: torch.Tensor = tensor.to_local()

@@ -17,17 +17,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from ckpt.compat.datasets import loses_samples
 from ckpt.state import samplers
+from ckpt.state.objects import Stateful
 from ckpt.state.parts import has_state
 
 Loader = Iterable[Any]  # a DataLoader, a loader around one such as Accelerate's, or any iterable of batches
-
-
-class Stateful(Protocol):
-    """An object that saves and restores its own position."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Any, /) -> object: ...
 
 
 def goes_by_index(loader: Any) -> TypeGuard[DataLoader[Any]]:

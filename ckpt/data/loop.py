@@ -28,6 +28,7 @@ from ckpt.errors import ConfigError
 from ckpt.ranks.consensus import MAIN, Ranks
 from ckpt.state import samplers
 from ckpt.state.parts import Caveats, has_state
+from ckpt.state.registry import weakly
 
 _log = logging.getLogger("ckpt")
 T = TypeVar("T")
@@ -528,17 +529,10 @@ class Loop:
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Notice the steps of these optimizers: passes in which one is stepped are training."""
-        method = weakref.WeakMethod(self._updated)  # an optimizer may outlive the manager
-
-        def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            found = method()
-            if found is not None:
-                found(optimizer)
-
         for optimizer in optimizers:
             self._sees_steps = True
             self._first_optimizer = self._first_optimizer or weakref.ref(optimizer)
-            self._hooks.append(optimizer.register_step_post_hook(after_step))
+            self._hooks.append(optimizer.register_step_post_hook(weakly(self._updated)))
 
     def stepped(self) -> bool:
         """`manager.step` was called. Returns whether a boundary follows, at which to take what is due; otherwise it
@@ -603,7 +597,7 @@ class Loop:
         else:
             self.caveats.note("data", NOT_FOLLOWED)
 
-    def _updated(self, optimizer: torch.optim.Optimizer) -> None:
+    def _updated(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         first = self._first_optimizer is not None and self._first_optimizer() is optimizer
         if first:
             self._updates += 1

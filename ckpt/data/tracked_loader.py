@@ -43,7 +43,6 @@ from ckpt.data.batch_digest import Contents, Extract, extract
 from ckpt.data.loader_info import (
     Loader,
     MakeIterator,
-    Stateful,
     batch_size,
     batches_skipped,
     goes_by_index,
@@ -60,6 +59,7 @@ from ckpt.data.sampling import EpochPlan
 from ckpt.errors import ConfigError, StateError
 from ckpt.ranks.consensus import Ranks
 from ckpt.state import rng, samplers
+from ckpt.state.objects import Stateful
 from ckpt.state.parts import naming_part
 from ckpt.util.console import progress_bar
 

@@ -395,7 +395,7 @@ class CheckpointReader:
         if target is None:
             return tensors.tensor(saved.name)
         box = self._box(target, saved.shape)
-        local = local_tensor(target) if is_sharded(target) else target
+        local = local_tensor(target)
         if box is not None and not box.is_empty:
             tensors.fill(saved.name, local.detach() if local.requires_grad else local, box)
         return target

@@ -101,15 +101,8 @@ class Replicas:
             text = self.storage.read(f"{self.manifest.name}/{self._records[STATE].path}")
             parts = json.loads(text)["parts"].items()
             return {key: ShardTable.from_json(part["spread"], self.manifest) for key, part in parts if "spread" in part}
-        except (
-            CkptError,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-        ):  # the load itself will say what is wrong
-            return {}
+        except (CkptError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            return {}  # the load itself will say what is wrong
 
 
 def storage_for_rank(
@@ -159,15 +152,10 @@ def problem_on_hosts(name: str, hosts: Hosts, missing: list[list[str]]) -> str:
     )
 
 
-class Verdict(TypedDict):
-    """Why a checkpoint cannot be used: gone since it was listed, unreadable now, locked by another process, not signed
-    by a key that is trusted, or, if none of these, damaged."""
-
-    text: str
-    vanished: bool
-    unreached: bool
-    busy: bool
-    untrusted: bool
+# Why a checkpoint cannot be used, in words, and what that is. The first of these on any rank decides: what one cannot
+# read now, or cannot lock, is not damaged. `vanished`: gone since it was listed. `untrusted`: on every rank, or none.
+Verdict = tuple[str, str]
+_KINDS = ("unreached", "busy", "vanished", "damaged", "untrusted")
 
 
 @dataclass
@@ -187,14 +175,13 @@ class Inspection:
         found: list[Manifest] = []
         lists = storage.is_local or self.ranks.rank == MAIN  # an object store shows every rank the same
         verdict = Result.capture(lambda: _inspect(storage, name, held, found, self.trust, lists=lists))
-        problem: Verdict | None = decide_together(self.ranks, self.call, verdict, _joined)
-        if problem is None:
+        problems: list[Verdict] = decide_together(self.ranks, self.call, verdict, _sorted)
+        if not problems:
             return found[0]
-        self.vanished = self.vanished or problem["vanished"]
-        if problem["unreached"]:
-            raise TransientError(problem["text"])
-        damaged = UntrustedError if problem["untrusted"] else DamagedError
-        raise (LockedError if problem["busy"] else damaged)(problem["text"])
+        self.vanished = self.vanished or "vanished" in [kind for kind, _ in problems]
+        errors = {"unreached": TransientError, "busy": LockedError, "untrusted": UntrustedError}
+        kind, text = problems[0]
+        raise errors.get(kind, DamagedError)(text)
 
     def complete_per_host(
         self, tiers: Sequence[Storage], hosts: Hosts, name: str, held: ExitStack
@@ -223,37 +210,20 @@ def _inspect(
         manifest = trust.checked(read_any(storage, name))
         wrong = size_problems(storage, manifest) if lists else []
     except LockedError as error:
-        return _verdict(f"{name} is being removed or cleaned up by another process: {error}", busy=True)
+        return "busy", f"{name} is being removed or cleaned up by another process: {error}"
     except UntrustedError as error:
-        return _verdict(str(error), untrusted=True)
+        return "untrusted", str(error)
+    except (MissingError, AbsentError) as error:
+        return "vanished", str(error)
     except (DamagedError, StorageError) as error:
-        gone = isinstance(error, AbsentError)  # removed since it was listed
-        return _verdict(str(error), vanished=gone, unreached=not shows_damage(error))
-    except MissingError as error:
-        return _verdict(str(error), vanished=True)
+        return "damaged" if shows_damage(error) else "unreached", str(error)
     found.append(manifest)
-    return _verdict(f"{name} is damaged: {'; '.join(wrong)}.") if wrong else None
+    return ("damaged", f"{name} is damaged: {'; '.join(wrong)}.") if wrong else None
 
 
-def _verdict(
-    text: str, *, vanished: bool = False, unreached: bool = False, busy: bool = False, untrusted: bool = False
-) -> Verdict:
-    return {"text": text, "vanished": vanished, "unreached": unreached, "busy": busy, "untrusted": untrusted}
-
-
-def _joined(verdicts: list[Verdict | None]) -> Verdict | None:
-    """On the main rank: one verdict for all. What a rank cannot read, or cannot lock, decides over damage."""
-    bad = [verdict for verdict in verdicts if verdict]
-    if not bad:
-        return None
-    decisive = max(bad, key=lambda verdict: (verdict["unreached"], verdict["busy"]))
-    return {
-        "text": decisive["text"],
-        "vanished": any(verdict["vanished"] for verdict in bad),
-        "unreached": any(verdict["unreached"] for verdict in bad),
-        "busy": any(verdict["busy"] for verdict in bad),
-        "untrusted": all(verdict["untrusted"] for verdict in bad),
-    }
+def _sorted(verdicts: list[Verdict | None]) -> list[Verdict]:
+    """On the main rank: what is wrong, the decisive first."""
+    return sorted((verdict for verdict in verdicts if verdict), key=lambda verdict: _KINDS.index(verdict[0]))
 
 
 def _manifest_text(root: Storage, name: str) -> str | None:
@@ -289,7 +259,6 @@ class Listed(TypedDict):
     sequence: int
     created: str
     step: int
-    run: str
     id: str
     parent: str | None
 
@@ -462,7 +431,6 @@ def _listed(tier: int, checkpoint: catalog.Checkpoint, name: str | None) -> List
         "sequence": manifest.sequence if manifest else 0,
         "created": manifest.created if manifest else "",
         "step": manifest.step if manifest else 0,
-        "run": manifest.run if manifest else "",
         "id": manifest.id if manifest else "",
         "parent": manifest.parent if manifest else None,
     }

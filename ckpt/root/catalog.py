@@ -99,9 +99,7 @@ class SaveMarker:
     id: str = ""
     since: str = ""
     removing: bool = False
-    writer: tuple[
-        str | int | None, ...
-    ] = ()  # the identity of the process that wrote it; empty in those of older versions
+    writer: tuple[str | int | None, ...] = ()  # the identity of its process; empty in those of older versions
 
     @property
     def age(self) -> float:
@@ -126,44 +124,26 @@ def mark_save(storage: Storage, name: str, files: Iterable[str], replaces: Itera
 
     Waits while another process removes the checkpoint of that name. Once the marker is written, none removes it.
     """
-    new, old = list(files), list(replaces)
+    new, old = dict.fromkeys(files), list(replaces)
     for _ in range(_ATTEMPTS):
         left, version = marker_and_version(storage, name)  # of an attempt whose files could not be removed yet
         if left is not None and left.removing:
             _wait_for_removal(storage, name)
+        older = [path for path in dict.fromkeys([*old, *(left.files if left else ())]) if path not in new]
         with suppress(ConflictError):  # another process has written or removed a marker since it was read: try again
-            _write(storage, name, new, [*old, *(left.files if left else ())], id, over=version)
+            _write(storage, name, version, files=list(new), replaces=older, id=id, removing=False)
             return
     raise ConflictError(f"{storage.url}/{name}/{MARKER}: other processes write it again and again. Save once more.")
 
 
 def mark_removal(storage: Storage, name: str, paths: Iterable[str], id: str, *, over: str | None) -> None:
     """Announce a removal over the `over` version of the marker. A save that has begun since raises a ConflictError."""
-    _write(storage, name, [], list(paths), id, over=over, removing=True)
+    _write(storage, name, over, files=[], replaces=list(dict.fromkeys(paths)), id=id, removing=True)
 
 
-def _write(
-    storage: Storage,
-    name: str,
-    files: list[str],
-    replaces: list[str],
-    id: str,
-    *,
-    over: str | None,
-    removing: bool = False,
-) -> None:
-    new = set(files)
-    marker = {
-        "files": files,
-        "replaces": [path for path in dict.fromkeys(replaces) if path not in new],
-        "id": id,
-        "since": utc_now(),
-        "removing": removing,
-        "process": os.getpid(),
-        "host": socket.gethostname(),
-        "writer": _own_identity(),
-    }
-    storage.write(f"{name}/{MARKER}", [json.dumps(marker).encode()], over=over)
+def _write(storage: Storage, name: str, over: str | None, **said: Any) -> None:
+    by = {"process": os.getpid(), "host": socket.gethostname(), "writer": _own_identity()}
+    storage.write(f"{name}/{MARKER}", [json.dumps({**said, "since": utc_now(), **by}).encode()], over=over)
 
 
 def marker_and_version(storage: Storage, name: str) -> tuple[SaveMarker | None, str | None]:
@@ -451,19 +431,9 @@ class Summary:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Summary:
-        return cls(
-            name=manifest.name,
-            id=manifest.id,
-            sequence=manifest.sequence,
-            created=manifest.created,
-            run=manifest.run,
-            parent=manifest.parent,
-            step=manifest.step,
-            metrics=manifest.metrics,
-            world_size=manifest.world_size,
-            size=manifest.size,
-            contents="" if manifest.hosts else contents_digest({file.path: file.size for file in manifest.files}),
-        )
+        said = {key: getattr(manifest, key) for key in ("name", *_RULES) if key != "contents"}
+        contents = "" if manifest.hosts else contents_digest({file.path: file.size for file in manifest.files})
+        return cls(**said, contents=contents)
 
     def has_all_of(self, sizes: Mapping[str, int]) -> bool:
         """Whether a folder has just the files of the checkpoint, by path and size. If not, its manifest says more."""
@@ -540,17 +510,13 @@ class Index:
 
 def _encoded(entries: Mapping[str, tuple[str, Summary]]) -> bytes:
     found = {name: {"version": version, **summary.to_json()} for name, (version, summary) in entries.items()}
-    text = json.dumps({"format": "ckpt index", "version": _VERSION, "checkpoints": found}).encode()
-    return digest(text).encode() + b"\n" + text
+    return _line({"format": "ckpt index", "version": _VERSION, "checkpoints": found})
 
 
 def _parsed(data: bytes) -> dict[str, tuple[str, Summary]]:
-    claimed, _, text = data.partition(b"\n")
-    if digest(text).encode() != claimed:
-        raise ValueError("its bytes do not match its digest")
-    fields = parse_json(text)
+    fields = _checked(data)
     if not isinstance(fields, dict) or fields.get("version") != _VERSION:
-        raise ValueError("it is of another version of ckpt")
+        raise ValueError("it is damaged, or of another version of ckpt")
     listed = fields.get("checkpoints")
     found = {}
     for name, entry in listed.items() if isinstance(listed, dict) else ():

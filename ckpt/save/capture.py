@@ -272,7 +272,7 @@ class CapturedState:
             for name in part.table.tensors:
                 if is_uncertain(name):
                     tensor = part.tensors[name]
-                    yield key, name, local_tensor(tensor) if is_sharded(tensor) else tensor
+                    yield key, name, local_tensor(tensor)
 
     @property
     def _divided(self) -> dict[str, ShardedState]:
@@ -323,7 +323,7 @@ def _tensors_in(file: FilePlan) -> Iterator[tuple[str, torch.Tensor]]:
 def _local_tensors(part: PartState | ShardedState) -> Iterator[tuple[str, torch.Tensor]]:
     for name, held in sorted(part.tensors.items()):
         tensor = held.tensor if isinstance(held, Shard) else held
-        yield name, local_tensor(tensor) if is_sharded(tensor) else tensor
+        yield name, local_tensor(tensor)
 
 
 def part_values(parts: Mapping[str, PartState | ShardedState]) -> dict[str, Any]:

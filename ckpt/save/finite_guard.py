@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ckpt.errors import StateError
-from ckpt.formats.sharded_tensors import is_sharded, local_tensor
+from ckpt.formats.sharded_tensors import local_tensor
 from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together
 from ckpt.ranks.store_and_heartbeats import format_ranks
 from ckpt.state.registry import StateRegistry
@@ -44,7 +44,7 @@ def non_finite(models: Mapping[str, nn.Module]) -> list[str]:
 def _values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
         value: Any = getattr(parameter, "ds_tensor", parameter)  # ZeRO 3: this rank's partition
-        value = (local_tensor(value) if is_sharded(value) else value).detach()
+        value = (local_tensor(value)).detach()
         if type(value) in _PLAIN and value.dtype in _KINDS and value.numel() and not value.is_meta:
             yield name, value
 

@@ -22,8 +22,7 @@ from ckpt.save.capture import LivePart, LiveState
 from ckpt.save.saver import Saver
 from ckpt.save.transaction import SaveRequest
 from ckpt.state.model import ModelPart
-from ckpt.state.registry import StateRegistry
-from ckpt.state.unmanaged import weakly
+from ckpt.state.registry import StateRegistry, weakly
 from ckpt.util.console import say
 
 _log = logging.getLogger("ckpt")
@@ -199,7 +198,7 @@ def _tensors_of(live: LiveState, *, several: bool) -> Iterator[torch.Tensor]:
 
 def _tensors_in(value: Any, key: str) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield local_tensor(value) if is_sharded(value) else value
+        yield local_tensor(value)
     elif isinstance(value, dict):
         for item in value.values():
             yield from _tensors_in(item, key)

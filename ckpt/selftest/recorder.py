@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 
 from ckpt.data.loop import Loop
-from ckpt.formats.sharded_tensors import is_sharded, local_tensor
+from ckpt.formats.sharded_tensors import local_tensor
 from ckpt.formats.tensors import host_bytes, on_host
 from ckpt.load.load_state import Restored
 from ckpt.manager import StateManager
@@ -396,7 +396,7 @@ def _digest(values: Iterable[Any]) -> str:
     hasher = xxhash.xxh3_64()
     for value in values:
         if isinstance(value, torch.Tensor):
-            local = local_tensor(value) if is_sharded(value) else value
+            local = local_tensor(value)
             hasher.update(host_bytes(on_host(local)))
         else:
             hasher.update(repr(value).encode())

@@ -168,7 +168,7 @@ class ModelPart:
 
 def _memory(value: Any) -> Any:
     """The same for tied tensors: one object, or two in the same memory. Empty ones have no memory to compare."""
-    piece = local_tensor(value) if is_sharded(value) else value
+    piece = local_tensor(value)
     if not isinstance(piece, torch.Tensor) or is_lazy(piece) or piece.is_meta or not piece.numel():
         return id(value)
     return piece.device, piece.data_ptr(), piece.dtype, tuple(value.size()), piece.stride()

@@ -234,7 +234,7 @@ class OptimizerPart:
         for index, parameter in enumerate(self._parameters() if marks else ()):
             if marks.has(parameter) and isinstance(state.get(index), dict):
                 entry = state[index].items()
-                state[index] = {key: local_tensor(value) if is_sharded(value) else value for key, value in entry}
+                state[index] = {key: local_tensor(value) for key, value in entry}
         return state
 
     def _places(self, saved_state: Mapping[str, Any]) -> Place:

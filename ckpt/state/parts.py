@@ -281,7 +281,7 @@ class GradientsPart(UnshardedPart):
 
 
 def _local(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: local_tensor(tensor) if is_sharded(tensor) else tensor for name, tensor in tensors.items()}
+    return {name: local_tensor(tensor) for name, tensor in tensors.items()}
 
 
 def _as_gradient(gradient: torch.Tensor, parameter: nn.Parameter) -> Any:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from ckpt.compat.torch import has_unsharded_gradients, version_of
 from ckpt.errors import ConfigError, UnsupportedError
 from ckpt.formats.layout import Members
 from ckpt.formats.native.documents import is_packed, pieces
-from ckpt.formats.sharded_tensors import is_sharded, local_tensor
+from ckpt.formats.sharded_tensors import local_tensor
 from ckpt.formats.tensors import device_obstacle
 from ckpt.state import rng
 from ckpt.state.model import ModelPart
@@ -42,6 +43,18 @@ _MARK = "_ckpt_used_as"  # attribute of a gradient: its version when a step used
 _SAMPLE = 64  # evenly spaced parameters examined after each step: a fraction of a millisecond
 
 
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """The method as a callback that does not keep its object alive: loaders and optimizers may outlive it."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*given: Any) -> None:
+        method = reference()
+        if method is not None:
+            method(*given)
+
+    return call
+
+
 class Windows:
     """Detects gradients that were added after a step.
 
@@ -56,15 +69,7 @@ class Windows:
         self._hooks: list[Any] = []
 
     def watch(self, optimizers: Iterable[Any]) -> None:
-        method = weakref.WeakMethod(self._mark_used)  # an optimizer may outlive the manager
-
-        def after_step(optimizer: Any, *_: Any) -> None:
-            mark_used = method()
-            if mark_used is not None and isinstance(optimizer, torch.optim.Optimizer):
-                mark_used(optimizer)
-
-        for optimizer in optimizers:
-            self._hooks.append(optimizer.register_step_post_hook(after_step))
+        self._hooks += [optimizer.register_step_post_hook(weakly(self._mark_used)) for optimizer in optimizers]
 
     def release(self) -> None:
         for hook in self._hooks:
@@ -75,15 +80,17 @@ class Windows:
         """The optimizers that have unused gradients other than zero."""
         return [optimizer for optimizer in optimizers if self._is_fresh(optimizer) and _is_non_zero(optimizer)]
 
-    def _mark_used(self, optimizer: torch.optim.Optimizer) -> None:
-        for parameter in self._sample(optimizer):
+    def _mark_used(self, optimizer: Any, *_: Any) -> None:
+        for parameter in self._sample(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else ():
             gradient = parameter.grad
             if gradient is not None:
-                setattr(gradient, _MARK, _version(gradient))
+                setattr(gradient, _MARK, version_of(local_tensor(gradient)))  # FSDP 2 accumulates into the shard
 
     def _is_fresh(self, optimizer: torch.optim.Optimizer) -> bool:
         gradients = (parameter.grad for parameter in self._sample(optimizer))
-        return any(grad is not None and getattr(grad, _MARK, None) != _version(grad) for grad in gradients)
+        return any(
+            grad is not None and getattr(grad, _MARK, None) != version_of(local_tensor(grad)) for grad in gradients
+        )
 
     def _sample(self, optimizer: torch.optim.Optimizer) -> list[Any]:
         total = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -95,18 +102,13 @@ class Windows:
         return known[1]
 
 
-def _version(gradient: Any) -> int | None:
-    local = local_tensor(gradient) if is_sharded(gradient) else gradient  # FSDP 2 accumulates into the shard
-    return version_of(local)
-
-
 def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """The existing gradients; of sharded ones this rank's shards."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             gradient = parameter.grad
             if gradient is not None:
-                yield local_tensor(gradient) if is_sharded(gradient) else gradient
+                yield local_tensor(gradient)
 
 
 def _is_non_zero(optimizer: torch.optim.Optimizer) -> bool:
@@ -141,7 +143,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _TOO_DEEP = 50
 
 
-class PlainValues(MutableMapping[str, Any]):
+class PlainValues(UserDict[str, Any]):
     """A dict that is saved with every checkpoint, and is as it was after a resume.
 
     What is given before a load (`register(best_loss=1e9)`) is the value where the checkpoint has none by that name.
@@ -149,40 +151,21 @@ class PlainValues(MutableMapping[str, Any]):
     """
 
     def __init__(self) -> None:
-        self._values: dict[str, Any] = {}
+        super().__init__()
         self._is_loaded = False
 
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return self._values[name]
-        except KeyError:
-            known = ", ".join(map(repr, self._values)) or "none"
-            raise KeyError(f"{name!r} is no value of this run. There are: {known}") from None
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(f"{name!r} is no value of this run. There are: {', '.join(map(repr, self)) or 'none'}")
 
     def __setitem__(self, name: str, value: Any) -> None:
         if not isinstance(name, str):
             raise ConfigError(f"values are kept under names, not under {name!r}.")
-        self._values[name] = _plain(name, value)
-
-    def __delitem__(self, name: str) -> None:
-        del self._values[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._values
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __repr__(self) -> str:
-        return f"PlainValues({self._values!r})"
+        super().__setitem__(name, _plain(name, value))
 
     def begin_with(self, values: Mapping[str, Any]) -> None:
         """Add values, unless a checkpoint has brought others under their names."""
         for name, value in values.items():
-            if not (self._is_loaded and name in self._values):
+            if not (self._is_loaded and name in self):
                 self[name] = value
 
     def to_save(self) -> dict[str, Any]:
@@ -190,12 +173,12 @@ class PlainValues(MutableMapping[str, Any]):
 
         Lists and dicts may have got anything since they were given, so they are checked again.
         """
-        return {"values": {name: _plain(name, value) for name, value in self._values.items()}} if self._values else {}
+        return {"values": {name: _plain(name, value) for name, value in self.items()}} if self else {}
 
     def restore(self, values: Mapping[str, Any]) -> list[str]:
         """Take these. Returns the names of others that are there, and keep what they have."""
-        kept = [name for name in self._values if name not in values]
-        self._values |= values
+        kept = [name for name in self if name not in values]
+        self.data |= values
         self._is_loaded = True
         return kept
 
@@ -343,7 +326,7 @@ class StateRegistry:
     def tensors(self) -> Iterator[torch.Tensor]:
         """Parameters, buffers and optimizer state; of sharded tensors this rank's shards. Most of the state."""
         for model in self.models.values():
-            yield from map(_local, (*model.parameters(), *model.buffers()))
+            yield from map(local_tensor, (*model.parameters(), *model.buffers()))
         yield from self._optimizer_state()
 
     def _optimizer_state(self) -> Iterator[torch.Tensor]:
@@ -353,7 +336,7 @@ class StateRegistry:
                     if type(value) is torch.Tensor:  # most are, and training waits
                         yield value
                     elif isinstance(value, torch.Tensor):
-                        yield from map(_local, pieces(value).values() if is_packed(value) else (value,))
+                        yield from map(local_tensor, pieces(value).values() if is_packed(value) else (value,))
 
     def own(self, rank: int) -> dict[str, OwnPart]:
         """The parts that a rank saves for itself at any time."""
@@ -494,10 +477,6 @@ def optimizer_part(key: str, optimizer: Any, models: Mapping[str, nn.Module]) ->
 
         return Fsdp1OptimizerPart(key, optimizer, models)
     return OptimizerPart(key, optimizer, models)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return local_tensor(tensor) if is_sharded(tensor) else tensor
 
 
 def _parameter_identities(optimizers: Iterable[torch.optim.Optimizer]) -> frozenset[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckpt.compat.torch import version_of
 from ckpt.state.parts import Caveats
-from ckpt.state.registry import StateRegistry
+from ckpt.state.registry import StateRegistry, weakly
 from ckpt.state.unwrap import is_fsdp1, parameters_in
 
 _log = logging.getLogger("ckpt")
@@ -212,15 +212,3 @@ def _only_optimizers(objects: Iterable[object]) -> list[torch.optim.Optimizer]:
 
 def _named(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__name__} of {sum(len(group['params']) for group in optimizer.param_groups)} tensors"
-
-
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """The method as a callback that does not keep its object alive: loaders and optimizers may outlive it."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*given: Any) -> None:
-        method = reference()
-        if method is not None:
-            method(*given)
-
-    return call

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -119,8 +120,7 @@ class PortableState:
     def size(self, key: str) -> int:
         """The bytes of a part's tensors."""
         part = self.parts[key]
-        sizes = ((dtype.itemsize, shape) for dtype, shape in map(part.about, part.tensors))
-        return sum(itemsize * _elements(shape) for itemsize, shape in sizes)
+        return sum(dtype.itemsize * math.prod(shape) for dtype, shape in map(part.about, part.tensors))
 
     def the_model(self) -> str:
         """The key of the only model, for formats that hold one."""
@@ -161,13 +161,6 @@ def plain_generators(rng: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(tensor: Any) -> Any:
     return tensor.read(tensor.box) if isinstance(tensor, PiecedTensor) else tensor
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def encoded(trees: Mapping[str, Any], where: str) -> dict[str, ForeignPart]:

@@ -164,7 +164,7 @@ def _aliases(tensors: Mapping[str, Any]) -> dict[str, str]:
     first: dict[Any, str] = {}
     aliases = {}
     for name, tensor in tensors.items():
-        piece = local_tensor(tensor) if is_sharded(tensor) else tensor
+        piece = local_tensor(tensor)
         keys: list[Any] = [id(tensor)]
         if piece.numel():
             keys.append((piece.device, piece.data_ptr(), piece.dtype, piece.shape, piece.stride(), tensor.size()))
@@ -202,7 +202,7 @@ def written_by(table: ShardTable, tensors: Mapping[str, Any], rank: int) -> dict
             box = spec.layout.box(spec.shape, rank)
             if not box.is_empty or not math.prod(spec.shape):
                 tensor = tensors[name]
-                local = local_tensor(tensor) if is_sharded(tensor) else tensor
+                local = local_tensor(tensor)
                 mine[name] = Shard(local, spec.shape, box.offsets)
     return mine
 

@@ -172,7 +172,7 @@ class TestListings:
         assert ([(each["tier"], each["name"]) for each in found], unseen) == ([(0, "a"), (0, "cut"), (1, "b")], False)
         first = found[0]
         assert (first["sequence"], first["created"], first["step"], first["problem"]) == (3, MOMENT, 0, None)
-        assert (first["run"], bool(first["id"]), first["parent"], first["was_committed"]) == ("run", True, None, True)
+        assert (bool(first["id"]), first["parent"], first["was_committed"]) == (True, None, True)
         assert found[1]["problem"] is not None
         assert found[1]["was_committed"] is False
         assert [each["problem"] is None for each in list_tiers([root, mirror], "b")[0]] == [False, True]
@@ -218,16 +218,12 @@ class TestListings:
 
 class TestVerdicts:
     def test_one_of_all_ranks_is_decided_by_what_cannot_be_read_or_locked(self) -> None:
-        verdict = select._verdict
-        assert select._joined([None, None]) is None
-        joined = select._joined([None, verdict("damaged"), verdict("away", unreached=True, vanished=True)])
-        assert joined == {"text": "away", "vanished": True, "unreached": True, "busy": False, "untrusted": False}
-        joined = select._joined([verdict("damaged"), verdict("busy", busy=True)])
-        assert joined == {"text": "busy", "vanished": False, "unreached": False, "busy": True, "untrusted": False}
-        for others, untrusted in (([], True), ([None], True), ([verdict("damaged")], False)):
-            joined = select._joined([verdict("unsigned", untrusted=True), *others])
-            assert joined is not None
-            assert joined["untrusted"] is untrusted
+        damaged, away, gone = ("damaged", "altered"), ("unreached", "no answer"), ("vanished", "gone")
+        busy, untrusted = ("busy", "locked"), ("untrusted", "unsigned")
+        assert select._sorted([None, None]) == []
+        assert select._sorted([None, damaged, gone, busy, away]) == [away, busy, gone, damaged]
+        assert select._sorted([untrusted, None]) == [untrusted]
+        assert select._sorted([untrusted, damaged])[0] == damaged
 
     def test_what_each_finding_is(self, root: MemoryStorage) -> None:
         def found(storage: Any = root, trust: Trust = Trust(), *, lists: bool = True) -> str:  # noqa: B008
@@ -239,7 +235,7 @@ class TestVerdicts:
                     with pytest.raises(LockedError):
                         root.lock("a").__enter__()
                     return "fine"
-                return ", ".join(key for key in ("vanished", "unreached", "busy", "untrusted") if verdict[key])
+                return verdict[0]
 
         assert found() == "vanished"
         save(root, "a")
@@ -250,10 +246,10 @@ class TestVerdicts:
         with root.lock("a"):
             assert found() == "busy"
         root.delete(["a/state.json"])
-        assert (found(), found(lists=False)) == ("", "fine")
+        assert (found(), found(lists=False)) == ("damaged", "fine")
         root.write(f"a/{FILE_NAME}", [b"x"])
         root.write(f"a/{COPY_NAME}", [b"x"])
-        assert found() == ""
+        assert found() == "damaged"
 
     def test_they_are_raised_as_what_they_are(self, root: MemoryStorage) -> None:
         def inspect(storage: Any = root, trust: Trust | None = None) -> Inspection:

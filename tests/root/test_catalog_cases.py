@@ -439,10 +439,10 @@ class TestTheIndex:
             ({"version": 2, "checkpoints": {"good": good}}, set()),
             ([], set()),
         ):
-            text = json.dumps(content).encode()
-            root.write(INDEX, [digest(text).encode() + b"\n" + text])
+            said = json.dumps(content)
+            root.write(INDEX, [json.dumps([digest(said.encode()), said]).encode()])
             assert set(Index.read(root).entries) == found, content
-            root.write(INDEX, [digest(b"").encode() + b"\n" + text])
+            root.write(INDEX, [json.dumps([digest(b""), said]).encode()])
             assert Index.read(root).entries == {}
 
 

@@ -17,7 +17,7 @@ from ckpt.errors import MissingError
 from ckpt.export.card import curves
 from ckpt.formats.native.manifest import Manifest
 from ckpt.memory.statistics import Statistics, saving_of
-from ckpt.root.catalog import History, Index, Overview, PastSave, Summary
+from ckpt.root.catalog import History, Index, Overview, PastSave
 from ckpt.root.verify import COMPLETE, DAMAGED, INTACT, REMOVED, Condition, condition
 from ckpt.storage import open_storage
 from ckpt.util.option_values import settings
@@ -25,19 +25,15 @@ from ckpt.util.svg_plot import Points
 
 
 @dataclass(frozen=True, kw_only=True)
-class Save:
-    """A checkpoint that was committed in the root once, and what is known of its save.
+class Save(PastSave):
+    """A checkpoint that was committed in the root once, what is known of its save, and what has become of it.
 
     `state` and `problems` are those of `ckpt ls --json`. `shared`: bytes of files with the same bytes as in the
     checkpoint before it, which are stored once where the storage can link; None where that is not known.
     """
 
-    summary: Summary
     state: str
     problems: tuple[str, ...] = ()
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    memory: Mapping[str, int | float] = field(default_factory=dict)
-    resumed: Mapping[str, Any] = field(default_factory=dict)
     shared: int | None = None
 
     @property
@@ -144,15 +140,7 @@ def gather(root: str | os.PathLike[str], options: Mapping[str, Any] | None = Non
 
 
 def _save(past: PastSave, is_now: Condition, shared: int | None = None) -> Save:
-    return Save(
-        summary=past.summary,
-        state=is_now.state.lower(),
-        problems=is_now.problems,
-        seconds=past.seconds,
-        memory=past.memory,
-        resumed=past.resumed,
-        shared=shared,
-    )
+    return Save(**vars(past), state=is_now.state.lower(), problems=is_now.problems, shared=shared)
 
 
 def _shared(manifest: Manifest, by_id: Mapping[str, Manifest]) -> int | None:
