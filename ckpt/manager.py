@@ -376,7 +376,7 @@ class StateManager:
         `save_state`, `wait` or `close`. If it raises, ckpt logs the error and goes on.
         """
         if not callable(callback):
-            raise ConfigError(f"on_save takes a function of one SaveReport, not {callback!r}.")
+            raise ConfigError(f"on_save takes a function that takes a SaveReport, not {callback!r}.")
         self._session.saver.reports.callbacks.append(callback)
         return callback
 

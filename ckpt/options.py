@@ -363,7 +363,7 @@ def required_root(root: Any) -> Any:
     """The root, which neither the caller nor the accelerator's project may leave out."""
     if root is None:
         raise ConfigError(
-            "StateManager needs a root: the folder or URL below which checkpoints are kept. An accelerator brings one "
+            "StateManager needs a root: the folder or URL for the checkpoints. An accelerator brings one "
             "if its ProjectConfiguration has a project_dir."
         )
     return root

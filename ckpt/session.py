@@ -387,7 +387,7 @@ class Session:
         self.saves.require_usable("step()")
         if not self.due.started:  # loading now would undo the step that was just made
             raise ConfigError(
-                "step() came before the state was resumed. Go through manager.epochs(...) or manager.batches(...), or "
+                "step() came before the state was resumed. Loop over manager.epochs(...) or manager.batches(...), or "
                 "call manager.resume() before the loop."
             )
         self.loop.refuse_released("step()")

@@ -143,9 +143,7 @@ class FilesystemObjects:
                 path, lambda there: self._fs.open(there, "wb", block_size=PART_SIZE, autocommit=False)
             )
         except NotImplementedError:
-            raise DeniedError(
-                f"{self.url} can only be read: fsspec cannot make a complete object appear there."
-            ) from None
+            raise DeniedError(f"{self.url} is read-only: fsspec can't make a complete object appear there.") from None
         try:
             for part in split_into_parts(pieces):
                 for view in part:
@@ -360,7 +358,7 @@ class ReadOnlyStorage:
         try:
             return dict(self._fs.find(path, maxdepth=_DEEPEST, detail=True, **told))
         except RecursionError:
-            raise StorageError(f"{self.url} cannot be listed: its folders have no end.") from None
+            raise StorageError(f"{self.url} can't be listed: its folders nest without end.") from None
 
     def version(self, key: str) -> str | None:
         path = self._path(check_key(key))
@@ -396,8 +394,8 @@ class ReadOnlyStorage:
 
     def _refuse(self) -> NoReturn:
         raise DeniedError(
-            f"{self.url} can only be read: load, verify, show, merge and pull take it. To save there, give a root that "
-            "can be written to: a folder, s3://, gs://, az:// or, for the Hub, hub://."
+            f"{self.url} is read-only: you can load, verify, show, merge and pull from it. To save there, give a root "
+            f"that can be written to: a folder, s3://, gs://, az:// or, for the Hub, hub://."
         )
 
     def _asked(self, what: str, where: str, ask: Callable[[], _T]) -> _T:

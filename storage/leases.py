@@ -189,7 +189,7 @@ class Leases:
             if lease.lost:
                 raise LockedError(
                     f"{self._objects.url}/{lease.key} was taken over by another run, because this one gave no sign of "
-                    f"life for {EXPIRY:g} s: {self._note(lease.path)} Nothing is written any more. Stop one of the "
+                    f"life for {EXPIRY:g} s: {self._note(lease.path)} This run writes nothing more. Stop one of the "
                     "two, then start again: it continues from the newest checkpoint."
                 )
 

@@ -73,7 +73,7 @@ def refuse_broken_url(path: str) -> None:
         url = f"{lost.group(1)}://{path[lost.end() :]}"
         raise ConfigError(f"{path!r} is a URL without its slashes: write {url!r}; a folder of that name is './{path}'.")
     if "://" in path or _CHAINED.match(path):
-        raise ConfigError(f"{path!r} is no URL that ckpt serves: name the store alone, as 's3://bucket/run'.")
+        raise ConfigError(f"{path!r} is not a URL that ckpt can open: name only the store, as 's3://bucket/run'.")
 
 
 def disk_path(path: Any, what: str) -> str:

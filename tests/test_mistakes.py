@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
         "optimizer= is a state_dict",
     ),
     "the model without a keyword": (make(nn.Linear(2, 2)), 'StateManager("runs/x", model=model'),
-    "the model in place of the root": (lambda root: ckpt.StateManager(nn.Linear(2, 2), str(root)), "Say what each is"),  # type: ignore[arg-type]
+    "the model in place of the root": (lambda root: ckpt.StateManager(nn.Linear(2, 2), str(root)), "Name each object"),  # type: ignore[arg-type]
     "a class as the model": (make(model=nn.Linear), "model is a type, not a torch.nn.Module"),
     "an optimizer as the model": (make(model=Script().optimizer), "model is a AdamW"),
     "a model as the optimizer": (make(optimizer=nn.Linear(2, 2)), "give it as model="),
@@ -150,12 +150,18 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
     "a name with a slash": (on(lambda manager: manager.save_state("a/b")), "cannot name a checkpoint"),
     "no checkpoint at all": (lambda root: Script().manager(root).load_state(), "resume() would start from scratch"),
     "metrics that are a number": (on(lambda manager: manager.step(3)), "a dict of names and numbers"),  # type: ignore[arg-type]
-    "metrics that are text": (on(lambda manager: manager.save_state(metrics={"loss": "low"})), "one number each"),
+    "metrics that are text": (
+        on(lambda manager: manager.save_state(metrics={"loss": "low"})),
+        "one number for each name",
+    ),
     "a step before the resume": (lambda root: Script().manager(root).step(), "call manager.resume() before the loop"),
     "a step after the end": (on(lambda manager: manager.step(), closed=True), "Build a new one"),
-    "epochs after the end": (on(lambda manager: next(manager.epochs(3)), closed=True), "is closed"),
-    "batches after the end": (on(lambda manager: next(iter(manager.batches([1]))), closed=True), "is closed"),
-    "epochs that are a list": (on(lambda manager: next(manager.epochs([1, 2]))), "the number of epochs"),  # type: ignore[arg-type]
+    "epochs after the end": (on(lambda manager: next(manager.epochs(3)), closed=True), "on a closed StateManager"),
+    "batches after the end": (
+        on(lambda manager: next(iter(manager.batches([1]))), closed=True),
+        "on a closed StateManager",
+    ),
+    "epochs that are a list": (on(lambda manager: next(manager.epochs([1, 2]))), "the total number of epochs"),  # type: ignore[arg-type]
     "batches of a number": (on(lambda manager: manager.batches(3)), "batches"),  # type: ignore[arg-type]
     "an object without state": (on(lambda manager: manager.register(x=object())), "no state_dict"),
     "a name that is taken": (on(lambda manager: manager.register(model=nn.Linear(1, 1))), "such a part already"),
@@ -181,9 +187,9 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
     "a URL that has lost a slash": (make_at("hub:/me/run"), "write it as text, 'hub://me/run'"),
     "a model saved to a URL": (on(lambda manager: manager.save_model("s3://b/m")), "is written to a disk"),
     "a model saved to a URL in a Path": (on(lambda manager: manager.save_model(Path("s3://b/m"))), "lost a slash"),
-    "a chained URL": (make_at("simplecache::s3://bucket/run"), "name the store alone"),
-    "a chained URL in a Path": (make_at(Path("simplecache::s3://bucket/run")), "name the store alone"),
-    "a URL with a space before it": (make_at(" s3://bucket/run"), "is no URL that ckpt serves"),
+    "a chained URL": (make_at("simplecache::s3://bucket/run"), "name only the store"),
+    "a chained URL in a Path": (make_at(Path("simplecache::s3://bucket/run")), "name only the store"),
+    "a URL with a space before it": (make_at(" s3://bucket/run"), "is not a URL that ckpt can open"),
     "a scheme that nobody serves": (make_at("foo://bucket/run"), "no storage serves foo://"),
     "options for a local folder": (make(storage_options={"key": "x"}), "takes no storage_options: key"),
     "nothing to save": (lambda root: make()(root).save_state("a", wait=True), "there is nothing to save"),
@@ -222,7 +228,7 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
     ),
     "a value that is a tensor": (on(lambda manager: manager.values.update(x=torch.ones(2))), "has a Tensor in it"),
     "a value without a name": (on(lambda manager: manager.values.update({1: 2})), "are kept under names"),  # type: ignore[dict-item]
-    "less than no epochs": (on(lambda manager: next(manager.epochs(-1))), "the number of epochs in all, not -1"),
+    "less than no epochs": (on(lambda manager: next(manager.epochs(-1))), "the total number of epochs, not -1"),
     "every few steps as text": (on(lambda manager: manager.every("10")), "a number of steps"),  # type: ignore[arg-type]
     "a metric of many numbers": (on(lambda manager: manager.step({"loss": torch.ones(2)})), "'loss' is not"),
     "a metric that is not there": (on(lambda manager: manager.step({"loss": None})), "'loss' is not"),

@@ -231,8 +231,8 @@ _NOTE = f"by a `ckpt demo`. The next one removes {STRAIGHT}/ and {INTERRUPTED}/ 
 
 
 @click.command()
-@click.option("--root", default="runs/demo", show_default=True, help="Where its checkpoints go.")
-@click.option("--steps", default=240, hidden=True, type=click.IntRange(min=24), help="Fewer, for tests.")
+@click.option("--root", default="runs/demo", show_default=True, help="The folder for its checkpoints.")
+@click.option("--steps", default=240, hidden=True, type=click.IntRange(min=24), help="How many steps to train.")
 def demo(root: str, steps: int) -> None:
     """Train, kill it in the middle of a save, resume, and compare.
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 @click.argument("first", shell_complete=checkpoint_or_path)
 @click.argument("second", shell_complete=checkpoint_or_path)
 @click.option("--part", help="Only this part: model, optimizer, ...")
-@click.option("--format", help="Where a folder holds saves in several formats, which to compare: deepspeed, hf, ...")
-@click.option("--depth", type=click.IntRange(0), default=2, show_default=True, help="Of the tree of modules.")
+@click.option("--format", help="If a folder holds saves in several formats, the one to compare: deepspeed, hf, ...")
+@click.option("--depth", type=click.IntRange(0), default=2, show_default=True, help="Depth of the tree of modules.")
 @click.option("--tensors", is_flag=True, help="List every tensor that differs, by its full name.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")
 @with_trust
@@ -37,10 +37,10 @@ def diff(
     as_json: bool,
     **trust: Any,
 ) -> None:
-    """Say which tensors and values differ between FIRST and SECOND.
+    """Compare FIRST and SECOND: which tensors and values differ.
 
-    Each is a checkpoint of ckpt or whatever else 'ckpt merge' reads, at a path or URL. Modules are shown as a tree;
-    those of a row that are numbered and differ alike are one line. `at most by` is the largest difference of an
+    Each is a checkpoint of ckpt or whatever else 'ckpt merge' reads, at a path or URL. It shows modules as a tree;
+    numbered modules that differ in the same way share one line. `at most by` is the largest difference of an
     element, `relative` the RMS of the difference over the RMS of what FIRST has. Exits with status 0 if they are the
     same, 1 if they differ, 2 if they cannot be compared.
 

@@ -65,11 +65,16 @@ _RIGHT_ALIGNED = ("step", "age", "size", "world")
 
 @click.command()
 @click.argument("root", shell_complete=checkpoint_or_path)
-@click.option("--all", "every", is_flag=True, help="Also those that retention or a newer save of their name removed.")
+@click.option(
+    "--all",
+    "every",
+    is_flag=True,
+    help="Also list checkpoints that retention or a newer save of the same name removed.",
+)
 @click.option("--verify", is_flag=True, help="Read every byte and compare it with its hash.")
-@click.option("--json", "as_json", is_flag=True, help="For other programs: a list of objects.")
+@click.option("--json", "as_json", is_flag=True, help="Print a list of JSON objects, for other programs.")
 def ls(root: str, every: bool, verify: bool, as_json: bool) -> None:
-    """List the checkpoints below ROOT, the newest first; of a folder of several roots, the roots.
+    """List the checkpoints in ROOT, newest first, or the roots in a folder of several roots.
 
     \b
     ckpt ls runs/mrpc

@@ -24,18 +24,18 @@ _OF_CLICK = (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPip
 COMMANDS = {
     "convert": "Convert a checkpoint between formats.",
     "demo": "Train, kill it in the middle of a save, resume, and compare.",
-    "diff": "Say which tensors and values differ between FIRST and SECOND.",
+    "diff": "Compare FIRST and SECOND: which tensors and values differ.",
     "key": "Keys that sign checkpoints: see ckpt.Signing(key=...) and 'ckpt verify --key'.",
-    "ls": "List the checkpoints below ROOT, the newest first; of a folder of several roots, the roots.",
+    "ls": "List the checkpoints in ROOT, newest first, or the roots in a folder of several roots.",
     "memory": "Snapshots that runs hold in the memory of this machine.",
     "merge": "Merge the sharded checkpoint at SOURCE into one safetensors file.",
-    "prune": "Remove old checkpoints below ROOT, and what crashed saves left.",
+    "prune": "Remove old checkpoints from ROOT, and what crashed saves left.",
     "pull": "Copy SOURCE to DESTINATION, verified.",
     "push": "Publish the model of the checkpoint at SOURCE as REPO_ID on the Hub.",
-    "report": "Write a page about the run below ROOT: HTML into a file that ends with .html, otherwise Markdown.",
-    "selftest": "Does SCRIPT resume exactly? Runs it straight, then killed and resumed, and compares.",
-    "show": "Say what is in the checkpoint at URL, or in the newest intact one below it.",
-    "verify": "Read every byte of the checkpoint at URL, or of all below it.",
+    "report": "Write a page about the run in ROOT: HTML if the file ends with .html, otherwise Markdown.",
+    "selftest": "Check whether SCRIPT resumes exactly: run it straight, then kill and resume it, and compare.",
+    "show": "Show what is in the checkpoint at URL, or in the newest intact one of a root.",
+    "verify": "Read every byte of the checkpoint at URL, or of all checkpoints of a root.",
 }
 
 
@@ -79,9 +79,9 @@ class _Commands(click.Group):
 def _fault(error: Exception) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1]
     return (
-        f"ckpt: {type(error).__name__}: {error} ({place.filename}, line {place.lineno}). This is a fault of ckpt "
-        f"{__version__}, not of yours: please report this line and the command. https://pypi.org/project/torch-ckpt/ "
-        "says where."
+        f"ckpt: {type(error).__name__}: {error} ({place.filename}, line {place.lineno}). This is a bug in ckpt "
+        f"{__version__}, not a mistake of yours: please report this line and the command. "
+        "https://pypi.org/project/torch-ckpt/ says where."
     )
 
 

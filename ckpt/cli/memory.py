@@ -25,7 +25,7 @@ def memory() -> None:
 @memory.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")
 def ls(as_json: bool) -> None:
-    """List what your runs hold in memory here, the newest first."""
+    """List the snapshots of your runs in this machine's memory, newest first."""
     found = list_memory()
     if as_json:
         echo_json([held.to_json() for held in found])
@@ -38,14 +38,14 @@ def ls(as_json: bool) -> None:
 
 @memory.command()
 @click.argument("root", required=False)
-@click.option("--all", "everything", is_flag=True, help="Whatever root it belongs to.")
+@click.option("--all", "everything", is_flag=True, help="Remove the snapshots of all roots.")
 def clear(root: str | None, everything: bool) -> None:
-    """Remove what is held in memory here for ROOT, a URL or path, and end its keeper.
+    """Remove the snapshots of ROOT (a URL or path) from this machine's memory, and end its keeper.
 
-    Refused while the run lives: its processes are named, and nothing of it is removed.
+    If the run still lives, it names the processes and removes nothing.
     """
     if (root is None) != everything:
-        raise click.UsageError("name the ROOT whose memory is to be removed, or give --all.")
+        raise click.UsageError("name the ROOT whose snapshots to remove, or give --all.")
     found = list_memory() if root is None else memory_of(root)
     if not found:
         echo("Nothing is held in memory on this machine" + (f" for {root}." if root else "."))

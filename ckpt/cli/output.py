@@ -63,7 +63,9 @@ def _rendered(piece: str | Styled) -> str:
 def with_trust(command: Callable[..., None]) -> Callable[..., None]:
     """The options `--key` and `--run` of a command, which gets them as `verify_key` and `require_signed`."""
 
-    @click.option("--key", metavar="PATH", help="Refuse what this key (PEM, public or private) has not signed.")
+    @click.option(
+        "--key", metavar="PATH", help="Refuse checkpoints that this key (PEM, public or private) has not signed."
+    )
     @click.option("--run", metavar="RUN[:NUMBER]", help="Refuse what is signed by another run, or older than NUMBER.")
     @wraps(command)
     def trusting(*given: Any, key: str | None, run: str | None, **options: Any) -> None:

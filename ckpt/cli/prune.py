@@ -28,25 +28,35 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
 @click.command()
 @click.argument("root", shell_complete=checkpoint_or_path)
 @click.option("--keep-last", "last", type=int, metavar="N", help="Remove checkpoints; keep the N newest.")
-@click.option("--keep-best", "best", type=int, metavar="N", help="... and the N best by --metric.")
-@click.option("--metric", help="As step(metrics=...) named it.")
-@click.option("--mode", type=click.Choice(["min", "max"]), default="min", show_default=True, help="Which are best.")
-@click.option("--keep-every", "every", type=int, metavar="STEPS", help="... and each whose step this divides.")
-@click.option("--grace", callback=_seconds, default="24h", show_default=True, help="Younger leftovers are kept.")
-@click.option("--verify/--no-verify", default=True, show_default=True, help="First read the newest that is kept.")
-@click.option("--squash", is_flag=True, help="On the Hub: forget older commits, whose files take space for ever.")
+@click.option("--keep-best", "best", type=int, metavar="N", help="Also keep the N best by --metric.")
+@click.option("--metric", help="The metric's name, as in step(metrics=...).")
+@click.option(
+    "--mode",
+    type=click.Choice(["min", "max"]),
+    default="min",
+    show_default=True,
+    help="Whether low or high values are best.",
+)
+@click.option(
+    "--keep-every", "every", type=int, metavar="STEPS", help="Also keep checkpoints whose step is a multiple of STEPS."
+)
+@click.option("--grace", callback=_seconds, default="24h", show_default=True, help="Keep leftovers younger than this.")
+@click.option(
+    "--verify/--no-verify", default=True, show_default=True, help="First read every byte of the newest one to keep."
+)
+@click.option("--squash", is_flag=True, help="On the Hub, also drop older commits, whose files take space.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be removed.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 def prune(
     root: str, mode: str, grace: float, verify: bool, squash: bool, dry_run: bool, yes: bool, **rules: int | str | None
 ) -> None:
-    """Remove old checkpoints below ROOT, and what crashed saves left.
+    """Remove old checkpoints from ROOT, and what crashed saves left.
 
-    Without a --keep option all checkpoints are kept, and only leftovers are removed: files and uploads of saves that
-    were cut off longer ago than --grace. The newest intact checkpoint is always kept, and so is one that is being read.
+    Without a --keep option it keeps all checkpoints and removes only leftovers: files and uploads of saves that were
+    cut off longer ago than --grace. It always keeps the newest intact checkpoint, and any that is being read.
 
-    Shows what will be removed, and asks. Where nobody can answer, in a script or a cron job, it refuses with exit
-    status 2 unless --yes is given.
+    It shows what it will remove, and asks. If nobody can answer, in a script or a cron job, it refuses with exit status
+    2 unless you give --yes.
 
     \b
     ckpt prune runs/mrpc --keep-last 3 --dry-run
@@ -55,7 +65,7 @@ def prune(
     keep = _rules(mode, **rules)
     storage = open_storage(root)
     if squash and not isinstance(storage, HubStorage):
-        raise click.UsageError(f"--squash is for the Hub, where commits are kept: {root} has none")
+        raise click.UsageError(f"--squash is for the Hub, which keeps old commits: {root} has none")
     plan = Plan.of(storage, keep, grace, verify=verify)
     for line in _lines(plan.outcome, grace):
         echo(line)
@@ -63,8 +73,8 @@ def prune(
         return
     if not yes and not sys.stdin.isatty():
         raise click.UsageError(
-            f"nothing was removed. {_total(plan.outcome)} would be, and nobody can be asked here: add --yes to remove "
-            "that, or --dry-run to see only what would be removed."
+            f"nothing was removed. {_total(plan.outcome)} would be, but nobody can answer here: add --yes to remove "
+            f"that, or --dry-run to see what would be removed."
         )
     if not yes:
         forgotten = ", and forget the history of the branch" if squash else ""

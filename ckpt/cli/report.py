@@ -28,19 +28,21 @@ def _modes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
 
 @click.command()
 @click.argument("root", shell_complete=checkpoint_or_path)
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write it to a file.")
-@click.option("--format", "kind", type=click.Choice([HTML, MARKDOWN]), help="Instead of what the file's suffix says.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="The file to write.")
+@click.option(
+    "--format", "kind", type=click.Choice([HTML, MARKDOWN]), help="The format, if the file's suffix doesn't say it."
+)
 @click.option("--changes/--no-changes", default=None, help="How much each module changed: reads every model.")
 @click.option(
     "--best", "modes", multiple=True, callback=_modes, metavar="METRIC=min|max",
-    help="Which value of a metric is best, where its name does not say it. May be repeated.",
+    help="Which value of a metric is best, if its name does not say so. May be repeated.",
 )  # fmt: skip
 def report(root: str, output: Path | None, kind: str | None, changes: bool | None, modes: dict[str, str]) -> None:
-    """Write a page about the run below ROOT: HTML into a file that ends with .html, otherwise Markdown.
+    """Write a page about the run in ROOT: HTML if the file ends with .html, otherwise Markdown.
 
     Metrics by step, how long training waited for saves, sizes, restarts and what they passed over, health, and how much
-    each module changed from checkpoint to checkpoint. That last reads every model, and is in HTML unless --no-changes
-    is given, in Markdown only with --changes; the rest reads manifests and sizes of files.
+    each module changed from checkpoint to checkpoint. For that last part it reads every model: HTML has it unless you
+    give --no-changes, Markdown only with --changes. For the rest it reads manifests and sizes of files.
 
     The HTML page is one file without a script, and loads nothing.
 

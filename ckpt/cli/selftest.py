@@ -12,24 +12,24 @@ import click
     "--nproc", "processes", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks, under torchrun."
 )
 @click.option("--kills", default=3, show_default=True, type=click.IntRange(min=1), help="How often to kill it.")
-@click.option("--save-every", type=click.IntRange(min=1), help="Save that often, whatever the script says.")
-@click.option("--seed", default=0, show_default=True, help="Chooses the steps after which it is killed.")
+@click.option("--save-every", type=click.IntRange(min=1), help="Save every N steps, whatever the script says.")
+@click.option("--seed", default=0, show_default=True, help="Chooses the steps after which to kill it.")
 @click.option("--timeout", default=600.0, show_default=True, help="Seconds for each process.")
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def selftest(script: str, **options: Any) -> None:
-    """Does SCRIPT resume exactly? Runs it straight, then killed and resumed, and compares.
+    """Check whether SCRIPT resumes exactly: run it straight, then kill and resume it, and compare.
 
-    Every batch, loss, gradient, learning rate, parameter and buffer is compared, step by step. Where the runs first
-    differ, it says at which step, in what, and what is likely behind it. Make the run short: few epochs, little data.
+    It compares every batch, loss, gradient, learning rate, parameter and buffer, step by step. If the runs differ, it
+    names the first step, what differs, and the likely cause. Make the run short: few epochs, little data.
 
     \b
     ckpt selftest train.py --epochs 2
     ckpt selftest --save-every 5 --nproc 2 train.py --epochs 2
     ckpt selftest train.py --output_dir {root}      # for scripts that use the folder themselves
 
-    Its managers save into folders of the test's own, which are removed. Exits with 0 if it is exact, 1 if it is not, 2
-    if there is nothing to compare.
+    The script's managers save into temporary folders. Exits with 0 if the resume is exact, 1 if not, 2 if there is
+    nothing to compare.
     """
     from ckpt.errors import ConfigError
     from ckpt.selftest.check import Program, ProgramError, check

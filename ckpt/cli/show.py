@@ -111,17 +111,19 @@ _SECONDS = {"blocked": "training waited {:.2f} s", "total": "durable after {:.2f
 
 @click.command()
 @click.argument("url", shell_complete=checkpoint_or_path)
-@click.option("--depth", type=click.IntRange(0), default=2, show_default=True, help="Of the tree of modules; 0: none.")
+@click.option(
+    "--depth", type=click.IntRange(0), default=2, show_default=True, help="Depth of the tree of modules; 0 for none."
+)
 @click.option("--tensors", is_flag=True, help="List every tensor with its dtype and shape.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")
 @with_trust
 def show(
     url: str, depth: int, tensors: bool, as_json: bool, verify_key: str | None, require_signed: bool | str
 ) -> None:
-    """Say what is in the checkpoint at URL, or in the newest intact one below it.
+    """Show what is in the checkpoint at URL, or in the newest intact one of a root.
 
-    Reads the manifest and the headers of files, no tensor. Modules are shown as a tree; those of a row that are
-    numbered and equal are one line. Exits with status 1 if files are missing or cut short.
+    It reads the manifest and the headers of files, but no tensor. It shows modules as a tree; equal numbered modules
+    share one line. Exits with status 1 if files are missing or cut short.
 
     \b
     ckpt show runs/mrpc

@@ -23,28 +23,30 @@ from ckpt.util.console import format_size, one_line
 
 @click.command()
 @click.argument("url", shell_complete=checkpoint_or_path)
-@click.option("--repair", is_flag=True, help="Write back damaged files from where they are whole.")
-@click.option("--from", "sources", metavar="URL", multiple=True, help="Another root that has them, such as the mirror.")
-@click.option("--json", "as_json", is_flag=True, help="For other programs: a list of objects.")
+@click.option("--repair", is_flag=True, help="Restore damaged files from intact copies.")
+@click.option(
+    "--from", "sources", metavar="URL", multiple=True, help="Another root with intact copies, such as the mirror."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print a list of JSON objects, for other programs.")
 @with_trust
 def verify(url: str, *, repair: bool, sources: tuple[str, ...], as_json: bool, **trusted: Any) -> None:
-    """Read every byte of the checkpoint at URL, or of all below it.
+    """Read every byte of the checkpoint at URL, or of all checkpoints of a root.
 
-    Hashes find damage; signatures, checked with --key or CKPT_VERIFY_KEY, find tampering. With --repair, a damaged file
-    is written back if it is whole in a checkpoint of the same name in one of the roots given by --from, or in another
-    checkpoint of these roots that has the same bytes.
+    Hashes find damage; signatures, checked with --key or CKPT_VERIFY_KEY, find tampering. With --repair, it restores a
+    damaged file from a checkpoint of the same name in a root given by --from, or from another checkpoint of these roots
+    with the same bytes.
 
-    Exits with status 1 if one is damaged or cannot be read. A run may use the root meanwhile: below a root, a
-    checkpoint that is just being saved or removed is no fault.
+    Exits with status 1 if a checkpoint is damaged or can't be read. A run may use the root meanwhile: a checkpoint that
+    is just being saved or removed is no fault.
 
     \b
     ckpt verify runs/mrpc/step-00001000
     ckpt verify /nvme/mrpc --repair --from s3://bucket/mrpc
     """
     if sources and not repair:
-        raise click.UsageError("--from says where damaged files may be whole: give --repair too")
+        raise click.UsageError("--from names roots with intact copies: give --repair too")
     if repair and as_json:
-        raise click.UsageError("--json shows what is there: repair first, then verify with --json")
+        raise click.UsageError("--json only shows: repair first, then verify with --json")
     trust = verifying.required_by(**trusted)
     storage, names, pointed_at = catalog.resolve(url)
     others = [open_storage(source) for source in sources]
@@ -134,7 +136,7 @@ def key() -> None:
 @key.command()
 @click.argument("path")
 def new(path: str) -> None:
-    """Write a new private key to PATH, for you alone, and its public half to PATH.pub."""
+    """Write a new private key to PATH, which only you can read, and its public half to PATH.pub."""
     from ckpt.root.signing import find_verify_keys, new_key, shown
 
     public = new_key(path)

@@ -236,7 +236,7 @@ class Loop:
 
     def epochs(self, total: int) -> Iterator[int]:
         if not isinstance(total, int) or total < 0:
-            raise ConfigError(f"epochs() takes the number of epochs in all, not {total!r}.")
+            raise ConfigError(f"epochs() takes the total number of epochs, not {total!r}.")
         self._in_epochs = self._asked_epoch = True
         self._left_epoch = False
         self.progress.epoch -= self._outside_epochs  # of a loop before this one
@@ -255,7 +255,7 @@ class Loop:
         """The rest of the epoch; with `start`, each with its number. `begin` is called before the first. After a
         `go_back` in the middle, it continues from there."""
         if not isinstance(loader, Iterable):
-            raise ConfigError(f"batches() takes a loader, and a {type(loader).__name__} cannot be iterated over.")
+            raise ConfigError(f"batches() takes a loader, but a {type(loader).__name__} cannot be iterated over.")
         if isinstance(loader, _ONE_SHOT):
             name = type(loader).__name__
             raise ConfigError(
@@ -762,8 +762,8 @@ class Loop:
         """Raise if the manager was closed."""
         if self.is_released:
             raise ConfigError(
-                f"{call} on a StateManager that is closed: it follows loaders and optimizers no more, so a save would "
-                "not know where the data is. Build a new one for the same objects and root, which resumes."
+                f"{call} on a closed StateManager: it no longer follows loaders and optimizers, so a save would not "
+                f"know where the data is. Build a new one for the same objects and root, which resumes."
             )
 
 

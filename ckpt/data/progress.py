@@ -19,7 +19,7 @@ def checked_metrics(metrics: Any) -> dict[str, Any]:
         raise MetricError(f"metrics must be a dict of names and numbers, not {metrics!r}.")
     unfit = [key for key, value in (metrics or {}).items() if not isinstance(key, str) or not _is_one_number(value)]
     if unfit:
-        raise MetricError(f"metrics must be names with one number each: {', '.join(map(repr, unfit))} is not.")
+        raise MetricError(f"metrics must have one number for each name: {', '.join(map(repr, unfit))} is not.")
     return {key: _detached(value) for key, value in (metrics or {}).items()}
 
 
@@ -39,7 +39,7 @@ def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     try:
         return {key: float(_detached(value)) for key, value in metrics.items()}
     except (TypeError, ValueError, RuntimeError, OverflowError, AttributeError) as error:
-        raise MetricError(f"metrics must be names with one number each, not {metrics!r}: {error}") from error
+        raise MetricError(f"metrics must have one number for each name, not {metrics!r}: {error}") from error
 
 
 def _detached(value: Any) -> Any:

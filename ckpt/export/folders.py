@@ -60,7 +60,9 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     final = Path(os.path.abspath(disk_path(path, "the file")))
     if os.path.lexists(final):
-        raise ConfigError(f"{os.fspath(path)} is there already, and is kept as it is. Choose another destination.")
+        raise ConfigError(
+            f"{os.fspath(path)} already exists, and ckpt does not overwrite it. Choose another destination."
+        )
     with as_storage_error(final):
         final.parent.mkdir(parents=True, exist_ok=True)
         with _new_sibling(final) as folder:
@@ -72,17 +74,21 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 def _refuse_place(final: Path, shown: str, *, over: bool) -> None:
     if os.path.lexists(final) and not over:
-        raise ConfigError(f"{shown} is there already, and is kept as it is. Choose another destination.")
+        raise ConfigError(f"{shown} already exists, and ckpt does not overwrite it. Choose another destination.")
     if final.is_symlink() or (final.exists() and not final.is_dir()):
-        raise ConfigError(f"{shown} is not a directory of its own. Choose another place for the model.")
+        raise ConfigError(f"{shown} is not a plain directory. Choose another place for the model.")
     if os.path.commonpath([final, os.getcwd()]) == str(final):  # the process would be left in a folder that is gone
-        raise ConfigError(f"{shown} is the current folder, or around it, and cannot be replaced. Name a folder in it.")
+        raise ConfigError(
+            f"{shown} is the current folder, or contains it, so ckpt can't replace it. Name a folder in it."
+        )
 
 
 def refuse_checkpoints(directory: Path) -> None:
     """Refuse a folder whose files a run may be using."""
     if (directory / FILE_NAME).exists() or any(directory.glob(f"*/{FILE_NAME}")):
-        raise ConfigError(f"{directory} holds checkpoints, and is kept as it is. Choose another place for the model.")
+        raise ConfigError(
+            f"{directory} holds checkpoints, and ckpt does not overwrite them. Choose another place for the model."
+        )
 
 
 @contextmanager

@@ -351,7 +351,7 @@ def _reached(where: str, options: Mapping[str, Any] | None) -> str:
     top = f"{storage.folder}/" if storage.folder else ""
     found = fetched(storage.repo, [f"{top}{pattern}" for pattern in _READ], offline) / top
     if not found.is_dir():
-        raise MissingError(f"there is nothing at {where} that a model can be loaded from.")
+        raise MissingError(f"there is nothing at {where} that ckpt can load a model from.")
     return str(found)
 
 
@@ -434,7 +434,7 @@ def _matched(
     adapters = part.about(live).get("adapters", {}).values()
     if not adapters:
         raise MismatchError(
-            f"{shown} holds an adapter, and the model has none: give the one that peft.get_peft_model returned."
+            f"{shown} holds an adapter, but the model has none: pass the one that peft.get_peft_model returned."
         )
     tables = (adapter["tensors"] for adapter in adapters)
     names = max(tables, key=lambda table: len(table.keys() & source.tensors.keys()))

@@ -87,14 +87,18 @@ class _Destination:
         if not name or os.path.isdir(text):
             raise ConfigError(f"{text} is a directory. Name the file: {text.rstrip('/')}/model{SUFFIX}.")
         if not name.endswith(SUFFIX) or folder.endswith(":/"):
-            raise ConfigError(f"{text} cannot be written to: name a file that ends with {SUFFIX}, in a folder.")
+            raise ConfigError(
+                f"{text} is not a file that ckpt can write: name a file that ends with {SUFFIX}, in a folder."
+            )
         return cls(open_url(folder or slash or ".", options), name)
 
     def check_free(self, files: list[FilePlan]) -> None:
         """Refuse a folder in which the output would overwrite a checkpoint, or be mixed up with an older output."""
         there = {entry.key for entry in self.storage.list()}
         if FILE_NAME in there:
-            raise ConfigError(f"{self.storage.url} is a checkpoint, and is kept as it is. Choose another destination.")
+            raise ConfigError(
+                f"{self.storage.url} is a checkpoint, and ckpt does not overwrite it. Choose another destination."
+            )
         if any(key.startswith(f"{self.name}/") for key in there):
             raise ConfigError(f"{self._url(self.name)} is a directory. Name a file in it: {self.name}/model{SUFFIX}.")
         in_the_way = [name for name in (self.name, self.name + INDEX_SUFFIX) if name in there and len(files) > 1]

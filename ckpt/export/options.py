@@ -36,5 +36,7 @@ class ExportOptions:
 def _parse_shard_size(size: int | str) -> int:
     parsed = parse_size(size)
     if parsed is None:
-        raise ConfigError(f"max_shard_size={size!r} is no size: give a number of bytes, or text like '5GB', '500MiB'.")
+        raise ConfigError(
+            f"max_shard_size={size!r} is not a size: give a number of bytes, or text like '5GB', '500MiB'."
+        )
     return parsed

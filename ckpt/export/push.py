@@ -105,7 +105,7 @@ class HubTarget:
         if not isinstance(card, bool | Mapping):
             raise ConfigError(
                 f"card={card!r} must be True, False, or a dict for its front matter, such as {{'license': 'mit'}}. "
-                "Text of your own in an existing card is kept."
+                "Your own text in an existing card stays."
             )
         return cls(HubRepo(repo_id, revision or MAIN_BRANCH, token), private, message, card, create_pr)
 
@@ -133,7 +133,7 @@ class HubTarget:
         hashes = _Hashes()
         if self.private and not self.repo.is_private():
             raise ConfigError(
-                f"{self.repo.page} is there already, and is public: nothing was pushed. Make it private in its "
+                f"{self.repo.page} already exists and is public: nothing was pushed. Make it private in its "
                 "settings, or leave private= out."
             )
         message = self.message or "Upload model with ckpt"
@@ -331,7 +331,7 @@ def _prepare(
 
 def _copy_beside(beside: Path, folder: Path) -> None:
     if not beside.is_dir():
-        raise ConfigError(f"beside={str(beside)!r} is no folder: give that of a tokenizer, or of a config.")
+        raise ConfigError(f"beside={str(beside)!r} is not a folder: give the folder of a tokenizer or a config.")
     for path in beside.iterdir():
         if path.is_file() and belongs_beside(path.name):
             (folder / path.name).write_bytes(path.read_bytes())

@@ -250,7 +250,7 @@ def open_foreign(place: Place, part: str) -> TensorSource:
         return _OPENERS[place.format.name](place, part)
     tensors = open_installed(place.folder, part)
     if tensors is None:
-        raise ConfigError(f"{place.where} is of no kind that can be read. That would be {KNOWN}.")
+        raise ConfigError(f"{place.where} is not a format that ckpt reads. That would be {KNOWN}.")
     return TensorSource(tensors)
 
 
@@ -271,7 +271,7 @@ def open_installed(folder: Folder, part: str) -> dict[str, PiecedTensor] | None:
 def _torch_file(folder: Folder, path: str, part: str) -> TensorSource:
     where = f"{folder.where}/{path}"
     if not path.endswith(TORCH_SUFFIXES) and folder.opened(path).read(0, min(4, folder.files[path])) != ARCHIVE:
-        raise ConfigError(f"{where} is a file. What can be read is {KNOWN}.")
+        raise ConfigError(f"{where} is a file. ckpt reads {KNOWN}.")
     saved = torch_files.read_file(folder.opened(path), folder.files[path], where)
     found = saved.parts.get(part)
     tensors = {name: item for name, item in found.items() if isinstance(item, PiecedTensor)} if found else {}
@@ -304,7 +304,7 @@ def _of_trainer(place: Place, part: str) -> TensorSource:
     for inside in (DEEPSPEED, ACCELERATE, PEFT, HF):
         if inside.sign(place.folder.files):
             return open_foreign(replace(place, format=inside), part)
-    raise MissingError(f"{place.where} holds no model: of the Trainer there are only files beside it.")
+    raise MissingError(f"{place.where} holds no model, only other files of a Trainer.")
 
 
 def _warn_of_others(where: str, others: list[str]) -> None:

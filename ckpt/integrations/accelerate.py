@@ -113,7 +113,7 @@ class MainProcessSaves:
 
     def _refuse_failed(self) -> NoReturn:
         raise RanksError(
-            "a save that rank 0 has called has failed before this rank could join it: see rank 0's error. With "
+            "a save on rank 0 failed before this rank could join it: see rank 0's error. With "
             "main_process_saves=True every rank must go through the same prepared loaders."
         )
 
@@ -121,9 +121,9 @@ class MainProcessSaves:
         mine = [self._met + 1, *self._place()]
         if theirs != mine:
             raise RanksError(
-                f"rank 0 has called save_state() where this rank no longer is (meeting, epoch, batch, step, step of "
-                f"the accelerator: {theirs} there, {mine} here), so its state is that of another moment. Let the save "
-                "be the last thing that is done with a batch, or call it on every rank."
+                f"rank 0 called save_state() at a moment that this rank has passed (meeting, epoch, batch, step, step "
+                f"of the accelerator: {theirs} there, {mine} here), so the states would not match. Make the save the "
+                f"last call for a batch, or call it on every rank."
             )
 
 
@@ -235,8 +235,8 @@ class _Attached:
                 return self._save(given)
         if not self._alone.join_next():
             raise RanksError(
-                f"save_state({given!r}) was called on this rank and not on rank 0, which has gone on. Call it on the "
-                "main process alone, or on every rank."
+                f"save_state({given!r}) was called on this rank, but rank 0 went on without calling it. Call it only "
+                f"on the main process, or on every rank."
             )
         return self._saved
 
@@ -323,8 +323,8 @@ class _Attached:
         restored, step = session.restored, session.loop.progress.step
         if restored is not None and session.ranks.rank == MAIN:
             _log.warning(
-                "%s was never committed: %s, the newest intact checkpoint, is loaded in its place. The script is at "
-                "step %d now, whatever it takes from the name.", name, restored.name, step,
+                "%s was never committed: %s, the newest intact checkpoint, was loaded instead. Your script is at step "
+                "%d now, whatever it takes from the name.", name, restored.name, step,
             )  # fmt: skip
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:

@@ -98,9 +98,9 @@ def warn_of_unknown_order(trainer: Trainer) -> None:
     wrapped = any(isinstance(sampler, DistributedSamplerWrapper) for sampler in samplers)
     if wrapped and trainer.is_global_zero:
         _log.warning(
-            "resumed in the middle of an epoch, this fit would see another order of the data: Lightning has divided "
-            "the samples of a sampler among the ranks, and saves the position in it, not the order. Give the loader "
-            "one that draws its order from seed and epoch: sampler=torch.utils.data.DistributedSampler(dataset).",
+            "if resumed mid-epoch, this fit would see the data in another order: Lightning divides a sampler's "
+            "samples among the ranks, and saves the position, but not the order. Give the loader a sampler whose "
+            "order depends on seed and epoch: sampler=torch.utils.data.DistributedSampler(dataset).",
         )
 
 

@@ -69,9 +69,9 @@ class TrainerData:
         if not self.is_followed and not self._warned:
             self._warned = True
             _log.warning(
-                "the training data of this Trainer is a %s, which ckpt cannot follow: after a resume Trainer counts "
-                "its batches, and what is drawn from the global generators for the rest of the epoch differs. Let "
-                "get_train_dataloader return a DataLoader.",
+                "the training data of this Trainer is a %s, which ckpt can't follow: after a resume the Trainer "
+                "counts its batches, and random numbers from the global generators differ for the rest of the epoch. "
+                "Return a DataLoader from get_train_dataloader.",
                 type(self._loader).__name__,
             )
 

@@ -110,7 +110,7 @@ class ResumeSource:
         there = decide_together(ranks, "train() (memory)", mine, lambda each: sorted({*chain(*each)}))
         if there:
             raise ConfigError(
-                f"a run of {self._storage.url} has left {there[-1]} in memory, and this run begins afresh. Call "
+                f"a run of {self._storage.url} has left {there[-1]} in memory, but this run starts from scratch. Call "
                 f"train(resume_from_checkpoint=True), or remove what is there: ckpt memory clear {self._storage.url}"
             )
 
@@ -131,8 +131,8 @@ def _refuse_to_overtake(storage: Storage, ranks: Ranks) -> None:
     )
     if there:
         raise ConfigError(
-            f"{storage.url} has checkpoints ({there[0]} is the newest), and this run begins afresh: what it saves "
-            "would be put before them. Call train(resume_from_checkpoint=True), or give CkptCallback another root."
+            f"{storage.url} has checkpoints ({there[0]} is the newest), but this run starts from scratch: its saves "
+            f"would count as newer. Call train(resume_from_checkpoint=True), or give CkptCallback another root."
         )
 
 

@@ -198,7 +198,8 @@ def _callers(functions: Mapping[str, Any]) -> dict[str, FunctionType]:
     if uncalled:
         raise ConfigError(
             f"no method of the Trainer of transformers {transformers.__version__} calls {', '.join(sorted(uncalled))}, "
-            "so CkptCallback cannot take it to its place. It works with 4.56 and newer, and was tried up to 5.22."
+            "so CkptCallback can't skip to its place in the data. It works with 4.56 and newer, and was tried up to "
+            "5.22."
         )
     return found
 
@@ -258,8 +259,8 @@ class OverriddenSave:
         SAVE.of(self._own)(trainer, trainer.model_wrapped, None)
         if not self._reached_trainer:
             raise ConfigError(
-                f"{name} does not call super()._save_checkpoint(model, trial), so ckpt cannot know what it saves "
-                "instead. Call it there, or train without CkptCallback."
+                f"{name} does not call super()._save_checkpoint(model, trial), so ckpt can't know what it saves "
+                f"instead. Call it there, or train without CkptCallback."
             )
         written = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
         decide_together(ranks, f"{name} (files)", Result(written), lambda each: self._read(name, folder, each))

@@ -87,8 +87,8 @@ def refuse_foreign_options(options: Mapping[str, Any]) -> None:
     taken = {*names_of(ManagerOptions)} - _DECIDED_ELSEWHERE
     if decided := sorted(options.keys() & _DECIDED_ELSEWHERE):
         raise ConfigError(
-            f"CkptCallback has no option {', '.join(decided)}. It takes {', '.join(sorted(taken))}; the rest is for "
-            "the Trainer and its TrainingArguments to say."
+            f"CkptCallback has no option {', '.join(decided)}. It takes {', '.join(sorted(taken))}; set everything "
+            f"else in the Trainer and its TrainingArguments."
         )
     refuse_unknown("CkptCallback", options, taken, inside())
 
@@ -96,8 +96,8 @@ def refuse_foreign_options(options: Mapping[str, Any]) -> None:
 def refuse_unsupported(trainer: Trainer, methods: Collection[str]) -> None:
     if trainer.is_deepspeed_enabled and trainer.args.save_only_model:
         raise ConfigError(
-            "save_only_model=True with DeepSpeed: CkptCallback saves an engine as a whole. Leave it out, and take the "
-            "model from a checkpoint with `ckpt merge`."
+            "save_only_model=True with DeepSpeed: CkptCallback always saves the complete engine. Leave it out, and "
+            "take the model from a checkpoint with `ckpt merge`."
         )
     missing = [name for name in methods if not hasattr(trainer, name)]
     if missing:

@@ -185,8 +185,8 @@ def foreign_names(storage: Storage) -> list[str]:
     found = sorted(name for name, inside in files.items() if ACCELERATE.name in claims(inside))
     if len({split_name(name)[0] for name in found}) > 1:
         raise ConfigError(
-            f"{storage.url} holds what Accelerate saved as {', '.join(found)}, and no name says which is the newest. "
-            f"Say which: load_state({found[-1]!r})."
+            f"{storage.url} holds saves of Accelerate, {', '.join(found)}, and their names don't say which is the "
+            f"newest. Say which: load_state({found[-1]!r})."
         )
     return sorted(found, key=lambda name: split_name(name)[1] or 0, reverse=True)
 

@@ -113,7 +113,7 @@ class BroadcastGroup:
         failed = {rank: why for rank, why in ended.items() if why}
         if failed:
             listed = "; ".join(f"rank {rank}: {why}" for rank, why in failed.items())
-            raise FollowingError(f"what the ranks of this host read together was given up. {listed}")
+            raise FollowingError(f"the ranks of this host gave up reading together. {listed}")
         if ended and late:
             raise FollowingError(
                 f"{format_ranks(sorted(ended))} did not read the same bytes in the same order as this rank."

@@ -184,8 +184,8 @@ class Locations:
             return Locations((one,)), check_name(one.name)
         if kind != _THEIRS:
             raise ConfigError(
-                f"{name!r} cannot name a checkpoint in {self.tiers[0].url}, and is no folder that Accelerate "
-                "saved. Give a plain name; for a checkpoint of ckpt in another root, give StateManager that root."
+                f"{name!r} cannot name a checkpoint in {self.tiers[0].url}, and is not a folder that Accelerate "
+                f"saved. Give a plain name; for a checkpoint of ckpt in another root, give StateManager that root."
             )
         return Locations((folder,)), ROOT_ITSELF
 
@@ -276,8 +276,8 @@ class StateLoader:
         """Raise where a load failed half-way: a mixture of two states must be neither trained on nor saved."""
         if self.half_loaded:
             raise StateError(
-                f"a load of {self.half_loaded} failed half-way, so the objects hold parts of it. Build them anew, and "
-                "a new StateManager for them, or load another checkpoint first."
+                f"a load of {self.half_loaded} failed half-way, so the objects hold parts of it. Build new objects "
+                f"and a new StateManager, or load another checkpoint first."
             )
 
     def _set_half_loaded(self, name: str) -> None:
@@ -368,6 +368,7 @@ class StateLoader:
         newest = next((found.summary for found in there if found.summary is not None), None)
         if newest is not None and newest.sequence > loaded.sequence:
             _log.info(
-                "%s is newer than %s, which you loaded by its name. Until this run saves, a resume takes the newer. "
+                "%s is newer than %s, which you loaded by its name. Until this run saves, a resume would load the "
+                "newer one. "
                 "To go back for good, save now: manager.save_state().", newest.name, loaded.name,
             )  # fmt: skip

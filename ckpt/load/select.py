@@ -308,7 +308,7 @@ def list_tiers(
     for tier, why in unreadable.items():
         if all(checkpoint["problem"] is not None for checkpoint in listed):
             raise why
-        _log.warning("%s was not looked at, and may have newer checkpoints: %s", tiers[tier].url, why)
+        _log.warning("%s was not checked, and may have newer checkpoints: %s", tiers[tier].url, why)
     return listed, bool(unreadable) and patience is not None
 
 
@@ -479,7 +479,7 @@ def join_copies(
     pieces = decide_together(ranks, call, locked, lambda _: _find(tiers, name, trust))
     if pieces["lost"]:
         where = " nor in ".join(tier.url for tier in tiers)
-        raise DamagedError(f"{', '.join(pieces['lost'][:5])} of {name} is whole neither in {where}.")
+        raise DamagedError(f"{', '.join(pieces['lost'][:5])} of {name} is intact neither in {where}.")
     read = Result.capture(lambda: trust.checked(catalog.read_manifest(tiers[pieces["manifest"]], name)))
     decide_together(ranks, call, read.then(lambda _: None), lambda _: None)
     manifest: Manifest = read.get()
@@ -500,8 +500,8 @@ def _say(tiers: Sequence[Storage], manifest: Manifest, elsewhere: list[str]) -> 
     root, mirror = (tier.url for tier in tiers[:2])
     some = ", ".join(elsewhere[:5]) + (" ..." if len(elsewhere) > 5 else "")
     _log.warning(
-        "%s is damaged in %s and in %s, in different files, and each is read where it is whole: %d of %d from the "
-        "second (%s). To mend the root: ckpt verify %s/%s --repair --from %s",
+        "%s is damaged in %s and in %s, in different files, so ckpt reads each where it is intact: %d of %d from the "
+        "second (%s). To repair the root: ckpt verify %s/%s --repair --from %s",
         manifest.name, root, mirror, len(elsewhere), len(manifest.files), some, root, manifest.name, mirror,
     )  # fmt: skip
 
@@ -677,8 +677,9 @@ class _Search(Generic[T]):
                 return choice
         for name, error in self._unreached.items():
             raise type(error)(
-                f"{name} cannot be read now: {error} Nothing says that it is damaged, so no older one was taken in its "
-                "place. Try again when it can be read; or, to go back on purpose, name an older one: load_state(name)."
+                f"{name} cannot be read now: {error} It may well be intact, so ckpt did not load an older one "
+                f"instead. Try again when it can be read; or, to go back on purpose, name an older one: "
+                f"load_state(name)."
             ) from error
         return None
 
@@ -707,7 +708,7 @@ class _Search(Generic[T]):
         choice = self._attempted(tier, name, None)
         if choice is not None and self._selection.ranks.rank == MAIN:
             _log.warning(
-                "%s: what was read of it first was altered on its way, and what was read then was right: %s",
+                "%s: the first read was altered on its way; reading again gave the right bytes: %s",
                 choice.url, altered[0],
             )  # fmt: skip
         return choice

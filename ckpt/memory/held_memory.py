@@ -77,8 +77,8 @@ class HeldMemory:
         if not self.place.remove_if_deserted() and not self.place.remove_if_deserted():
             named = ", ".join(map(str, self.processes or _holders(self.place.path / ALIVE)))
             raise LockedError(
-                f"{self.root} is in the memory of a run that lives (process {named or 'unknown'}). Nothing of it was "
-                "removed: it ends with the run."
+                f"{self.root} is in the memory of a run that lives (process {named or 'unknown'}). Nothing was "
+                f"removed: stop the run first."
             )
         if self.keeper is not None and not self.keeper.wait(_PATIENCE):
             raise LockedError(f"the keeper of {self.root}, process {self.keeper.process}, has not ended: stop it.")

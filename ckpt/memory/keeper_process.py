@@ -64,8 +64,8 @@ def start_keeper(place: MemoryPlace) -> KeeperProcess | None:
         return require_keeper(place)
     except KeeperError as error:
         _log.warning(
-            "no keeper process for the snapshots in memory: %s They are used by a restart all the same, but nobody "
-            "rescues them, and the next run on this host removes them.", error,
+            "no keeper process for the snapshots in memory: %s A restart still uses them, but nobody rescues them, "
+            "and the next run on this host removes them.", error,
         )  # fmt: skip
         return None
 

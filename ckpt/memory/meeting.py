@@ -79,7 +79,7 @@ class Meeting:
         self.hosts = hosts if hosts.separate_roots else ONE_SHARED_ROOT
         problem = self._enter(lambda: self._find_place() if self._token else None)
         if problem and self.ranks.rank == MAIN:
-            _log.warning("snapshots in memory are there, but cannot be used: %s", problem)
+            _log.warning("this run can't use the snapshots in memory: %s", problem)
 
     def settle(self) -> None:
         """The root is locked, and the snapshots that were found are those that this run continues from: its settings
@@ -90,7 +90,7 @@ class Meeting:
         try:
             place.record(rescue=self._settings())
         except OSError as error:
-            _log.warning("%s cannot be written: %s. Its snapshots are used all the same.", place.path, error.strerror)
+            _log.warning("%s cannot be written: %s. Its snapshots are still used.", place.path, error.strerror)
         start_keeper(place)
 
     def forget(self) -> None:

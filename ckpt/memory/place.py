@@ -371,7 +371,7 @@ def _lock_shared(descriptor: int, folder: Path) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
             if time.monotonic() > deadline:
-                raise PlaceError(f"{folder} is locked by somebody who removes it.") from error
+                raise PlaceError(f"{folder} is being removed by another process.") from error
             time.sleep(_PAUSE)
         else:
             return

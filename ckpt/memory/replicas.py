@@ -188,7 +188,7 @@ class HostLink:
             with _on_the_interface_of_the_job():
                 group = dist.new_group(numbers, _PATIENCE, "gloo", use_local_synchronization=some)
         except (RuntimeError, ValueError) as error:
-            raise LinkError(f"the hosts cannot be connected: {error}") from error
+            raise LinkError(f"the hosts can't connect to each other: {error}") from error
         return cls(group, ranks.rank, bytes.fromhex(key), ranks.members) if ranks.rank in owners else None
 
     def _said(self, sender: int, receiver: int, kind: int = _DATA) -> Conversation:
@@ -460,7 +460,7 @@ class Replicas:
 
     def _turn_off(self, why: str) -> None:
         self.is_off = True
-        _log.warning("Memory(replicas=%d) has no effect: %s. Snapshots are kept by their own host.", self.count, why)
+        _log.warning("Memory(replicas=%d) has no effect: %s. Each host keeps only its own snapshots.", self.count, why)
 
 
 def _keep_newest(storage: Storage) -> None:

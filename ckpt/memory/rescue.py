@@ -127,14 +127,14 @@ class Rescue:
     def _open_root(self) -> Storage:
         root = str(self.settings["root"])
         if self.settings.get("was_there") and not os.path.isdir(root):
-            raise RefusedError(f"{root} was removed, and is not made again.")
+            raise RefusedError(f"{root} was removed, and the keeper does not create it again.")
         return open_storage(root)
 
     def _refuse_another(self, target: Storage) -> None:
         """Refuse a root that was made anew. Of separate roots, only the main rank's has a token."""
         identity = identity_of(target, read_token(target))
         if not self.settings.get("separate_roots") and digest_of(identity) != self.place.facts.get("root_sha256"):
-            raise RefusedError(f"{target.url} was made anew, or another run has ended there, since the snapshots.")
+            raise RefusedError(f"{target.url} was replaced, or another run has ended there, since the snapshots.")
 
     def _rescue_newest(self, target: Storage, snapshots: list[Manifest], committed: list[Summary]) -> str:
         newest = max(committed, key=lambda manifest: manifest.sequence, default=None)
@@ -235,7 +235,7 @@ def _refuse_stray(snapshot: Manifest, committed: list[Summary], target: Storage)
     """
     known = {key for manifest in committed for key in (manifest.id, manifest.parent)} if committed else {None}
     if snapshot.parent not in known:
-        raise RefusedError(f"{snapshot.name} continues from a checkpoint that is not in {target.url} any more.")
+        raise RefusedError(f"{snapshot.name} continues from a checkpoint that is no longer in {target.url} any more.")
 
 
 def _attempt(snapshot: Manifest, target: Storage) -> Attempt:

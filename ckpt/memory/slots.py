@@ -87,7 +87,7 @@ class SlotWriter(RootWriter):
 
 
 def _refuse(captured: CapturedState) -> CapturedState:
-    raise FullError("there is no host memory for a copy of the state, in which it waits to be written.")
+    raise FullError("there is not enough host memory for a copy of the state.")
 
 
 class SlotSaver(Saver):

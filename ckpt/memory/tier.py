@@ -35,7 +35,8 @@ def warn_of_unsaved(root: RootWriter, taken_at: int) -> None:
         if max(steps, default=0) < taken_at:
             there = f"step {max(steps):,}" if steps else "none"
             _log.warning(
-                "the run ends with step %s in memory alone, which is removed: the newest checkpoint in %s is %s. Call "
+                "the run ends with step %s only in memory, where ckpt removes it: the newest checkpoint in %s is %s. "
+                "Call "
                 "save_state() at the end of the training.", f"{taken_at:,}", root.storage.url, there,
             )  # fmt: skip
 
@@ -43,14 +44,14 @@ def warn_of_unsaved(root: RootWriter, taken_at: int) -> None:
 def warn_left_out(every: int) -> None:
     """Once: the snapshot before is still being written, or copied to the next host."""
     _log.warning(
-        "a snapshot in memory is left out, as the one before is still being written: Memory(every=%d) is more often "
-        "than this machine can. Further ones are counted.", every,
+        "Skipped a memory snapshot: the previous one is still being written. Memory(every=%d) is too often for this "
+        "machine. Further skips are only counted.", every,
     )  # fmt: skip
 
 
 def report_off_until(step: int, why: str, *, again: bool) -> None:
     """The tier gives way to the training. A warning the first time."""
-    text = "the memory tier is off until step %d: %s. Training and the root are not affected."
+    text = "snapshots in memory are off until step %d: %s. Training and the root are not affected."
     _log.log(logging.INFO if again else logging.WARNING, text, step, why.rstrip("."))
 
 
@@ -333,4 +334,4 @@ class MemoryTier:
         """Take no more snapshots, and say why. The same on every rank."""
         self.is_off = True
         if self.ranks.rank == MAIN:
-            _log.warning("the memory tier is off: %s", why)
+            _log.warning("snapshots in memory are off: %s", why)

@@ -53,8 +53,8 @@ def require_process_group(*, reads_only: bool) -> None:
         ways += ", with the rank and the number of processes that the launcher has set, or start them with torchrun"
     raise RanksError(
         f"this is one of {job.size} processes that {job.launcher} has started ({job.variable}={job.size}), but they "
-        f"have no process group: every one would write on its own. If they train one model together, {ways}. If every "
-        "one trains a model of its own, give each its own root and ranks=ckpt.RankOptions(alone=True)."
+        f"have no process group: each would write on its own. If they train one model together, {ways}. If each "
+        f"trains its own model, give each its own root and ranks=ckpt.RankOptions(alone=True)."
     )
 
 
@@ -110,8 +110,8 @@ def _members(process_group: Any) -> Members:
         return None
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ConfigError(
-            f"rank {dist.get_rank()} is not in the process_group that was given to this manager. Build the manager on "
-            "the ranks of the group alone."
+            f"rank {dist.get_rank()} is not in the process_group that was given to this manager. Build the manager "
+            f"only on the ranks of the group."
         )
     members = tuple(dist.get_process_group_ranks(process_group))
     return None if members == tuple(range(dist.get_world_size())) else members

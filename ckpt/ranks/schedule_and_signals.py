@@ -266,8 +266,8 @@ class _Grace:
     def _end(self) -> None:
         with suppress(Exception):
             _log.error(
-                "told to terminate, and not saved within the grace period of %g s: ending. The last save is given up; "
-                "earlier checkpoints are kept.", self._seconds,
+                "told to terminate, and not saved within the grace period of %g s: ending. The last save was given "
+                "up; earlier checkpoints stay.", self._seconds,
             )  # fmt: skip
             sys.stdout.flush()
         os._exit(self._status)

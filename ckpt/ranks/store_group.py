@@ -295,7 +295,7 @@ class StoreGroup:
             if watch.is_due():
                 self._check_liveness(keys, call, watch)
             if self._abandoned:
-                raise RanksError(f"{call}: this rank ends, and waits for no other.")
+                raise RanksError(f"{call}: this rank ends without waiting for the others.")
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST, _LONGEST_PER_RANK * self.world_size)
 

@@ -478,7 +478,7 @@ class Index:
         try:
             return cls(_parsed(read_document(storage, INDEX)))
         except (StorageError, DamagedError, ValueError) as error:
-            _log.debug("%s/%s is not used, and manifests are read instead: %s", storage.url, INDEX, error)
+            _log.debug("%s/%s can't be used, so ckpt reads the manifests instead: %s", storage.url, INDEX, error)
             return cls()
 
     def find(self, name: str, version: str | None) -> Summary | None:

@@ -89,7 +89,7 @@ def _mend_manifests(storage: Storage, to_mend: Collection[str], committed: Itera
             _log.debug("%s/%s is not repaired now: %s", storage.url, name, error)
         else:
             if FILE_NAME in written:
-                _log.warning("%s/%s/%s is repaired: it was written again from its copy.", storage.url, name, FILE_NAME)
+                _log.warning("%s/%s/%s was damaged: ckpt restored it from its copy.", storage.url, name, FILE_NAME)
 
     threads = 1 if storage.is_local or isinstance(storage, Staging) else _REMOVERS
     in_parallel(mend_one, sorted(names), threads, "ckpt-mend")
@@ -249,8 +249,8 @@ def _warn_if_unranked(keep: Keep, storage: Storage, newest_first: Sequence[Manif
     if why and warning not in _warned and (newest_first[0].metrics or len(newest_first) > keep.last):
         _warned.add(warning)
         _log.warning(
-            "%s: Keep(best=%d, metric=%r) ranks nothing: %s. Nothing is removed until one has it: correct the name, or "
-            "give the metric with step(metrics=...) or save_state(metrics=...).",
+            "%s: Keep(best=%d, metric=%r) ranks nothing: %s. Until a checkpoint has it, ckpt removes nothing: correct "
+            "the name, or report the metric with step(metrics=...) or save_state(metrics=...).",
             storage.url, keep.best, keep.metric, why,
         )  # fmt: skip
 

@@ -152,9 +152,9 @@ class Place:
         if not folder.files and isinstance(folder.storage, ReadOnlyStorage):
             return cls(folder, CKPT)  # a server that shows no list: what there is, only a manifest says
         if not folder.files and folder.prefix and folder.storage.version(folder.prefix.rstrip("/")):
-            raise ConfigError(f"{folder.where} is a file. What can be read is {KNOWN}.")
+            raise ConfigError(f"{folder.where} is a file. ckpt reads {KNOWN}.")
         if not folder.files:
-            raise MissingError(f"there is nothing at {folder.where}. What can be read is {KNOWN}.")
+            raise MissingError(f"there is nothing at {folder.where}. ckpt reads {KNOWN}.")
         return cls(folder, identify(folder.files, folder.where, format, must=must))
 
     @classmethod

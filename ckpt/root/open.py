@@ -44,7 +44,7 @@ def open_tiers(
         return (open_storage(root, **settings(options)),)
     tiers = (open_url(root, options), open_url(mirror, mirror_options))
     if place_of(tiers[0]) == place_of(tiers[1]):
-        raise ConfigError(f"mirror={mirror!r} is the root itself. Give it another place, or leave it out.")
+        raise ConfigError(f"mirror={mirror!r} is the root itself. Use another place, or leave mirror= out.")
     return tiers
 
 
@@ -67,10 +67,11 @@ def try_out_tiers(root: Storage, mirror: Storage | None = None, *, patience: Mir
 
 
 def refuse_checkpoint(root: Storage) -> None:
-    """Refuse the URL of a checkpoint in place of a root: a run would start afresh inside it."""
+    """Refuse the URL of a checkpoint in place of a root: a run would start from scratch inside it."""
     if _is_checkpoint(root):
         raise ConfigError(
-            f"{root.url} is a checkpoint, not a root: a run would start afresh inside it. {parent_instead(root.url)}"
+            f"{root.url} is a checkpoint, not a root: a run would start from scratch inside it. "
+            f"{parent_instead(root.url)}"
         )
 
 
@@ -123,8 +124,8 @@ def _refuse_unlisted(storage: Storage, folder: str, key: str) -> None:
     """What is not listed counts as lost: no save would be committed, and no checkpoint found."""
     if all(entry.key != key for entry in storage.list(folder)):
         raise UnsupportedError(
-            f"{storage.url}: what was written there is not in the server's list of it. It keeps some names in another "
-            "spelling, such as those with two slashes in a row or a backslash: give the root another name."
+            f"{storage.url}: what was written there is not in the server's list of it. It changes some names, such as "
+            f"those with two slashes in a row or a backslash: give the root another name."
         )
 
 
@@ -149,7 +150,7 @@ def _refuse_unconditional(storage: Storage, ignored: list[str]) -> None:
     text = f"{storage.url}: the server ignores {' and '.join(ignored)}, so nothing keeps a second run out of this root"
     if not getattr(storage, "allow_unconditional", False):
         raise UnsupportedError(
-            f"{text}: each would sweep what the other is writing. Use another server or a newer version of it, or, if "
+            f"{text}: each would remove what the other is writing. Use another server or a newer version of it, or, if "
             "there is only ever one run, storage_options={'allow_unconditional': True}."
         )
-    _log.warning("%s. Take care that there is only one (allow_unconditional=True).", text)
+    _log.warning("%s. Make sure that only one run writes there (allow_unconditional=True).", text)

@@ -51,8 +51,9 @@ class Keep(Options):
         """Refuse a metric that is NaN before anything is written: no checkpoint can be ranked by it."""
         if self.metric is not None and math.isnan(metrics.get(self.metric, 0.0)):
             raise MetricError(
-                f"metric {self.metric!r} is NaN at {where}, and Keep(best={self.best}) ranks by it. Nothing was saved, "
-                "and earlier checkpoints are kept: look at the run from there. To save all the same, leave it out."
+                f"metric {self.metric!r} is NaN at {where}, and Keep(best={self.best}) ranks by it. Nothing was "
+                f"saved; earlier checkpoints stay. Find out why the metric is NaN. To save anyway, leave the metric "
+                f"out."
             )
 
     def removable(self, newest_first: Sequence[Manifest | Summary], damaged: Collection[str] = ()) -> list[str]:

@@ -148,9 +148,9 @@ def _without_cause(what: str) -> Iterator[None]:
     try:
         yield
     except TypeError:
-        raise ConfigError(f"{what} is encrypted, and nobody is there to ask for its passphrase.") from None
+        raise ConfigError(f"{what} is encrypted, and there is no terminal to ask for its passphrase.") from None
     except Exception:  # of any kind that a parser raises on any text
-        raise ConfigError(f"{what} is no PEM of the kind that is needed. 'ckpt key new PATH' makes keys.") from None
+        raise ConfigError(f"{what} is not the right kind of PEM. 'ckpt key new PATH' makes keys.") from None
 
 
 def _read(source: KeySource | bool, what: str, *, private: bool) -> str:
@@ -173,8 +173,8 @@ def _read_file(descriptor: int, path: str, *, private: bool) -> bytes:
     about, data = os.fstat(descriptor), os.read(descriptor, _LARGEST)
     if about.st_mode & _OTHERS and (private or b"PRIVATE" in data):
         raise ConfigError(
-            f"{path} is a private key that others may read or write (mode {about.st_mode & 0o777:04o}): it proves "
-            f"nothing any more. Make a new one with 'ckpt key new', or, if nobody has read it, 'chmod 600 {path}'."
+            f"{path} is a private key that others may read or write (mode {about.st_mode & 0o777:04o}): it no longer "
+            f"proves anything. Make a new one with 'ckpt key new', or, if nobody has read it, 'chmod 600 {path}'."
         )
     return data
 
@@ -196,7 +196,7 @@ def _cryptography() -> _Cryptography:
     try:
         return _Cryptography()
     except ImportError:
-        raise ConfigError("signatures need a package more: pip install 'torch-ckpt[sign]'.") from None
+        raise ConfigError("signatures need another package: pip install 'torch-ckpt[sign]'.") from None
 
 
 def shown(keys: tuple[str, ...]) -> str:
@@ -393,7 +393,7 @@ def open_trust(
     if (required or head) and not keys:
         raise ConfigError(
             "signatures are required, and there is no key to verify them with: give verify_key= (on the command line "
-            "--key), or set CKPT_VERIFY_KEY. The key that a run signs with will do, too."
+            "--key), or set CKPT_VERIFY_KEY. The key that a run signs with works too."
         )
     return Trust(keys, bool(required) or head is not None, head)
 

@@ -623,7 +623,7 @@ def _whole_manifest(homes: Sequence[Storage], name: str, trust: Trust) -> tuple[
             problem = problem or error
         except CheckpointError as error:
             problem = problem or error
-    raise DamagedError(f"{name} has no whole manifest in {' or '.join(home.url for home in homes)}: {problem}")
+    raise DamagedError(f"{name} has no intact manifest in {' or '.join(home.url for home in homes)}: {problem}")
 
 
 class _Search:

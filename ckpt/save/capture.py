@@ -592,7 +592,7 @@ class StateCapture:
         has_none = not (parts or rank_parts or any(rank_state.get(key) for key in known))
         if has_none and self.ranks.world_size == 1:  # of several ranks, one may have nothing of its own
             raise ConfigError(
-                "there is nothing to save: StateManager(root, model=model, optimizer=optimizer) says what."
+                "there is nothing to save: StateManager(root, model=model, optimizer=optimizer) names the objects."
             )
         unsharded, sharded = self._divided(parts)
         gathered = sharded if self.layout == "full" else []
@@ -676,8 +676,8 @@ def _refuse_shards_of_others(part: Part) -> None:
     others = {rank for layout in part.layouts(None) for rank in layout.ranks}
     if len(others) > 1:
         raise RanksError(
-            f"{part.key} is sharded over {len(others)} ranks, and this manager saves for its process alone: its shard "
-            "is not the whole. Leave out ranks=ckpt.RankOptions(alone=True), and build the manager on every rank."
+            f"{part.key} is sharded over {len(others)} ranks, but this manager saves only for its own process: it "
+            f"would save one shard. Leave out ranks=ckpt.RankOptions(alone=True), and build the manager on every rank."
         )
 
 

@@ -71,8 +71,8 @@ class FiniteGuard:
         text = f"parameters are NaN or infinite: {found}"
         if self._on_nan == "raise":
             raise StateError(
-                f"{name}: {text}. Nothing was saved, and earlier checkpoints are kept: load_state() goes back to the "
-                "newest. To save all the same, SaveOptions(on_nan='warn')."
+                f"{name}: {text}. Nothing was saved; earlier checkpoints stay. load_state() goes back to the newest. "
+                f"To save anyway, use SaveOptions(on_nan='warn')."
             )
         if self._ranks.rank == MAIN:
             kept = "is saved all the same" if self._on_nan == "warn" else "is not saved; earlier checkpoints are kept"

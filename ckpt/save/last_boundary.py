@@ -101,7 +101,7 @@ class LastBoundary:
 
     def _require_optimizers(self) -> None:
         if any(not isinstance(stepper, torch.optim.Optimizer) for stepper in self._registry.steppers()):
-            raise _UnknownError("an engine, or an optimizer that is none of torch's, changes tensors out of sight")
+            raise _UnknownError("an engine, or an optimizer that is not a torch optimizer, changes tensors unseen")
 
     def _with_copied_buffers(self, live: LiveState) -> LiveState:
         buffers = {buffer.data_ptr() for model in self._models() for buffer in model.buffers()} - {0}

@@ -246,12 +246,11 @@ def refuse_foreign(storage: Storage, name: str, held: HeldRoot | None, present: 
     these files."""
     if held is not None and not held.is_empty and not held.committed and is_foreign(storage, ROOT_ITSELF):
         raise ConfigError(
-            f"{storage.url} was written by Accelerate, and is kept as it is: nothing is saved into it. "
-            f"{parent_instead(storage.url)}"
+            f"{storage.url} was written by Accelerate, and ckpt does not write into it. {parent_instead(storage.url)}"
         )
     if present and is_foreign(storage, name):
         raise ConfigError(
-            f"{storage.url}/{name} was written by Accelerate, and is kept as it is. Save under another name."
+            f"{storage.url}/{name} was written by Accelerate, and ckpt does not overwrite it. Save under another name."
         )
 
 
@@ -349,19 +348,19 @@ class Lineage:
     def _refuse_to_overtake(self, url: str, newest: Summary | None, lost: Mapping[str, object]) -> None:
         if self.failed_load:
             raise ConfigError(
-                f"nothing is saved, because the load before it failed: {self.failed_load} There may be newer "
-                f"checkpoints, and what is saved to {url} now would be put before them. Call resume() or load_state() "
+                f"ckpt saves nothing, because the last load failed: {self.failed_load} There may be newer "
+                f"checkpoints, and a save to {url} now would count as newer. Call resume() or load_state() "
                 "again until it succeeds, or give this run another root and mirror."
             )
         if newest is not None:
             raise ConfigError(
                 f"{url} has checkpoints ({newest.name} is the newest) that this run has not resumed from: saving now "
-                "would put a fresh start before them. Call resume() or load_state() first, or give this run another "
-                "root."
+                f"would put a fresh start next to older checkpoints. Call resume() or load_state() first, or give "
+                f"this run another root."
             )
         if lost:
             raise ConfigError(
-                f"{url} has checkpoints that were committed and cannot be read, so nothing is saved before them: "
+                f"{url} has checkpoints that were committed and can't be read, so ckpt saves nothing next to them: "
                 f"{' '.join(map(str, lost.values()))} Restore one from a backup, move them away, or give this run "
                 "another root."
             )
@@ -513,7 +512,7 @@ class RootWriter:
         left = {manifest.id for manifest in self.lock.committed}
         self.lineage.has_resumed = resumed and left <= known.keys()
         gone = ", ".join(name for key, name in known.items() if key not in left) or "none"
-        _log.warning("%s The root is locked again, and made anew. Checkpoints that are gone: %s.", lost, gone)
+        _log.warning("%s ckpt created and locked the root again. Checkpoints that are gone: %s.", lost, gone)
 
     def committed_as(self, name: str) -> Manifest | None:
         """The manifest that was committed under that name; None on a rank that does not own the root."""

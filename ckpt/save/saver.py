@@ -381,7 +381,7 @@ class Saver:
         if self.busy or not self.owner.is_here:
             return
         if self._replaced > 1 and self.root.ranks.rank == MAIN:
-            _log.warning("%d saves gave their place to later ones and are not there", self._replaced)
+            _log.warning("%d saves were replaced by later ones before they were written", self._replaced)
         self._release_written()
         self.snapshots.close()
         self.root.close()

@@ -125,7 +125,7 @@ def merge_reports(reports: list[list[dict[str, Any]]]) -> list[WrittenFile]:
         named = joined([f"{name} on rank {rank}" for name, rank in other.items()])
         raise RanksError(
             f"these files differ from the main rank's: {named}. Hosts with roots of their own keep a copy each of what "
-            "is not sharded over ranks, so it must be the same on all of them. Make it so, or use a shared root."
+            "is not sharded over ranks, so it must be the same on all of them. Make it the same, or use a shared root."
         )
     return list(stored.values())
 

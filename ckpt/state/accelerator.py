@@ -191,9 +191,9 @@ class AcceleratorObjects:
         gone = [f"{key} (a {type(value).__name__})" for id_, (key, value) in self._seen.items() if id_ not in now]
         if gone:
             raise StateError(
-                f"{', '.join(gone)} left the accelerator since ckpt took care of it: accelerator.free_memory() or "
-                "clear() was called. Prepare what the next training needs, and then attach, or build a StateManager, "
-                "anew."
+                f"{', '.join(gone)} left the accelerator after ckpt was attached: accelerator.free_memory() or "
+                "clear() was called. Prepare what the next training needs, then attach again or build a new "
+                "StateManager."
             )
         self._seen = {id(value): (key, value) for key, value in found.items()}
 
@@ -202,9 +202,9 @@ def _refuse_unseen(accelerator: Any) -> None:
     missing = unseen(accelerator)
     if missing:
         raise UnsupportedError(
-            f"this release of Accelerate has no Accelerator.{', '.join(missing)}: ckpt cannot see all that the "
-            "accelerator has prepared, and a checkpoint would lack it. Give the objects to the manager themselves, "
-            "without accelerator=: StateManager(root, model=model, optimizer=optimizer, ...)."
+            f"this release of Accelerate has no Accelerator.{', '.join(missing)}: ckpt can't see everything that the "
+            f"accelerator has prepared, and a checkpoint would lack it. Pass the objects themselves, without "
+            f"accelerator=: StateManager(root, model=model, optimizer=optimizer, ...)."
         )
 
 

@@ -459,7 +459,7 @@ def _watch(state: Any, wrapper: Wrapper, buckets: Buckets) -> None:
             for name in _TENSORS:
                 getattr(state, name).clear()
             _log.warning(
-                "PowerSGD begins its error feedback anew: gradients arrived in another order than in the run that "
+                "PowerSGD starts its error feedback over: gradients arrived in another order than in the run that "
                 "was saved, and DDP has laid out other buckets."
             )
 

@@ -67,8 +67,8 @@ def refuse_bare(key: str, model: nn.Module) -> None:
         )  # fmt: skip
     if any(is_partitioned(parameter) or hasattr(parameter, _MASTER) for parameter in model.parameters()):
         raise ConfigError(
-            f"{key} is trained by a DeepSpeed engine, which keeps its weights once more. Give the engine itself: what "
-            "deepspeed.initialize() or accelerator.prepare() has returned."
+            f"{key} is trained by a DeepSpeed engine, which keeps its own copy of the weights. Give the engine "
+            f"itself: what deepspeed.initialize() or accelerator.prepare() has returned."
         )
 
 
@@ -302,7 +302,7 @@ class PartitionsPart(UnshardedPart):
             raise MismatchError(
                 f"the checkpoint has no partitions of DeepSpeed's optimizer for these ranks: {why}. Nothing was "
                 "changed. Start as many processes as saved it, with the same configuration; or use strict=False, which "
-                "restores the model's weights and the counters, and lets the optimizer begin anew.",
+                "restores the model's weights and the counters, and lets the optimizer start over.",
                 (self.key,),
             )
         notes.skipped[self.key] = f"{why}: the optimizer begins anew, from the model's weights"

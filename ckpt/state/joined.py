@@ -93,8 +93,9 @@ def _refuse_unjoinable(model: JoinedModel) -> None:
     if twice:
         more = f" and {len(twice) - _FEW} more" if len(twice) > _FEW else ""
         raise ConfigError(
-            f"model=ckpt.Joined(...): several parts have the names {', '.join(twice[:_FEW])}{more}. If names begin "
-            'anew in every part, give each a prefix: ckpt.Joined({"stages.3": part}).'
+            f"model=ckpt.Joined(...): several parts have the names {', '.join(twice[:_FEW])}{more}. If every part "
+            f"starts its names "
+            'from zero, give each a prefix: ckpt.Joined({"stages.3": part}).'
         )
 
 

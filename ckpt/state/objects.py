@@ -173,8 +173,8 @@ def _refuse_state(kind: str, value: Mapping[Any, Any]) -> None:
     of_model = bool(value) and all(isinstance(item, torch.Tensor) for item in value.values())
     if of_model or {"state", "param_groups"} <= value.keys():
         raise ConfigError(
-            f"StateManager: {kind}= is a state_dict. Give the object that it was taken from, {kind}={kind}: its state "
-            "is asked for at every save, and loaded into it."
+            f"StateManager: {kind}= is a state_dict. Give the object that it was taken from, {kind}={kind}: ckpt asks "
+            f"it for its state at every save, and loads into it."
         )
 
 
@@ -186,7 +186,7 @@ def _refuse_no_loaders(loaders: Mapping[str, Any]) -> None:
         if isinstance(loader, str | bytes) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__"))
     ]
     if wrong:
-        raise ConfigError(f"{', '.join(wrong)} gives no batches: dataloader= takes what a loop iterates over.")
+        raise ConfigError(f"{', '.join(wrong)} gives no batches: pass the loader that your loop iterates over.")
 
 
 def is_part_name(name: Any) -> bool:

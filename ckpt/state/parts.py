@@ -349,7 +349,7 @@ def naming_part(key: str) -> Iterator[None]:
     except CkptError:
         raise
     except Exception as error:
-        raise StateError(f"{key} did not take its state back: {type(error).__name__}: {error}") from error
+        raise StateError(f"{key} could not load its state: {type(error).__name__}: {error}") from error
 
 
 class Unmarked:

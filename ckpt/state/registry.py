@@ -544,7 +544,7 @@ def refuse_unnamed(root: Any, others: Sequence[Any]) -> None:
     if given:
         kinds = ", ".join(type(value).__name__ for value in given)
         raise UnnamedObjectError(
-            f"StateManager takes the root alone without a keyword, and was given {kinds} too. Say what each is: "
+            f"StateManager takes only the root without a keyword, but got {kinds} too. Name each object: "
             'StateManager("runs/x", model=model, optimizer=optimizer).'
         )
 
@@ -556,7 +556,7 @@ def find_source(accelerator: Any, **objects: Any) -> ObjectSource:
     given = [kind for kind, value in objects.items() if value is not None]
     if given:
         raise ConfigError(
-            f"StateManager: accelerator= includes all that it has prepared, so {', '.join(given)} cannot be given as "
+            f"StateManager: accelerator= includes everything it has prepared, so {', '.join(given)} cannot be given as "
             "well. Pass them through accelerator.prepare(...), or give others to register(name=...)."
         )
     from ckpt.state.accelerator import AcceleratorObjects

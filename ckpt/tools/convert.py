@@ -289,8 +289,8 @@ def export_megatron(state: PortableState, folder: Path, advance: Callable[[int],
 def _require_names(tensors: Mapping[str, PiecedTensor], name: str) -> None:
     if not any(map(_LAYER.fullmatch, tensors)):
         raise ConfigError(
-            f"the model of {name} has no names of Megatron-Core (decoder.layers.0.mlp.linear_fc1.weight): what is "
-            "written, Megatron would not find."
+            f"the model of {name} has no names of Megatron-Core (decoder.layers.0.mlp.linear_fc1.weight): Megatron "
+            f"would not find them."
         )
 
 

@@ -219,7 +219,7 @@ def _damage(storage: Storage, name: str) -> list[str]:
     found = verifying.verify_checkpoint(storage, name)
     if found.error is not None:
         raise type(found.error)(
-            f"{name} cannot be read: {found.error} Nothing says that it is damaged, so nothing was removed. Try again "
+            f"{name} cannot be read: {found.error} It may well be intact, so nothing was removed. Try again "
             "when it can be read."
         ) from found.error
     return list(found.problems)

@@ -284,7 +284,7 @@ class GcsClient:
             if answer.get("done"):
                 return
             more = {"rewriteToken": answer["rewriteToken"]}
-        raise StorageError("the server copies without an end. Check the endpoint.")
+        raise StorageError("the server's copy never ends. Check the endpoint.")
 
     def page(self, prefix: str, marker: Any) -> tuple[list[Entry], Any]:
         more: dict[str, Any] = {} if marker is None else {"pageToken": marker}

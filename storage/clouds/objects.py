@@ -202,7 +202,7 @@ class CloudObjects:
             if not following or following == marker:
                 raise strange_answer(self._where(key), "says that its list continues, but not where")
             marker = following
-        raise strange_answer(self._where(key), f"lists without an end: more than {_MOST_PAGES:,} pages")
+        raise strange_answer(self._where(key), f"sends an endless list: more than {_MOST_PAGES:,} pages")
 
     def remove(self, keys: list[str]) -> None:
         def remove_some(start: int, stopped: threading.Event) -> None:

@@ -42,9 +42,7 @@ def fetched(repo: HubRepo, patterns: Sequence[str] | None, offline: TransientErr
     if offline is None:
         return _downloaded(repo, patterns)
     folder = _cached(repo, patterns, offline)
-    _log.warning(
-        "the Hub cannot be reached: %s is taken from the cache, as it was at commit %s", repo.url, folder.name[:8]
-    )
+    _log.warning("the Hub cannot be reached: %s comes from the cache, as of commit %s", repo.url, folder.name[:8])
     names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
     _verify({folder / name: _named_hash(folder / name) for name in _matching(names, patterns)}, folder.name)
     return folder
@@ -128,7 +126,7 @@ def _verify(files: Mapping[Path, HubFile | None], commit: str) -> None:
         altered = [path for path, file in known.items() if not _is_intact(path, file, advance)]
     if altered:
         names = "; ".join(os.path.realpath(path) for path in altered)
-        raise DamagedError(f"these files do not match their hashes: {names}. Remove them, and they are fetched again.")
+        raise DamagedError(f"these files do not match their hashes: {names}. Remove them, and ckpt fetches them again.")
     if unknown := [str(path) for path in files if path not in known]:
         _log.warning("not verified, as the cache does not tell their hashes: %s", ", ".join(unknown))
 

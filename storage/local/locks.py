@@ -154,7 +154,7 @@ class LocalLocks:
             if held.descriptor in _held and not self._is_in_place(held):  # a forked child has closed its copy
                 raise LostError(
                     f"{self._shown}/{held.key} was removed, alone or with all of {self._shown}, while this run held "
-                    "it: nothing kept others from writing there."
+                    "it: nothing stopped others from writing there."
                 )
 
     def _is_in_place(self, held: HeldLock) -> bool:

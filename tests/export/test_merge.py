@@ -186,7 +186,7 @@ class TestOurs:
 
     def test_a_checkpoint_is_never_written_into(self, ours: Place, dcp: Place) -> None:
         before = (ours / "model.safetensors").read_bytes()
-        with pytest.raises(ckpt.ConfigError, match="is a checkpoint, and is kept as it is"):
+        with pytest.raises(ckpt.ConfigError, match="is a checkpoint, and ckpt does not overwrite it"):
             ckpt.merge(dcp, ours / "model.safetensors", dtype="bfloat16")
         assert (ours / "model.safetensors").read_bytes() == before
 
@@ -398,8 +398,8 @@ class TestBadInput:
             ),
             ({"dtype": "int64"}, "dtype='int64' is none"),
             ({"dtype": "nn"}, "dtype='nn' is none"),
-            ({"max_shard_size": "5 apples"}, "max_shard_size='5 apples' is no size"),
-            ({"max_shard_size": 0}, "max_shard_size=0 is no size"),
+            ({"max_shard_size": "5 apples"}, "max_shard_size='5 apples' is not a size"),
+            ({"max_shard_size": 0}, "max_shard_size=0 is not a size"),
             ({"part": "modell"}, "has no tensors of a part 'modell'. Parts with tensors: model."),
         ],
     )
@@ -417,7 +417,7 @@ class TestBadInput:
         [
             ("folder", r"folder is a directory. Name the file: .*folder/model\.safetensors"),
             ("folder/", r"is a directory. Name the file"),
-            ("model.bin", r"model\.bin cannot be written to: name a file that ends with \.safetensors"),
+            ("model.bin", r"model\.bin is not a file that ckpt can write: name a file that ends with \.safetensors"),
         ],
     )
     def test_a_destination_that_is_no_file(self, dcp: Place, tmp_path: Path, destination: str, told: str) -> None:

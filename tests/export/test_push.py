@@ -363,7 +363,7 @@ class TestAdapters:
         assert not torch.equal(logits(fresh), logits(model))
         assert ckpt.load_model(f"hub://{REPO}", fresh) == {}
         assert torch.equal(logits(fresh), logits(model))
-        with pytest.raises(ckpt.MismatchError, match="holds an adapter, and the model has none"):
+        with pytest.raises(ckpt.MismatchError, match="holds an adapter, but the model has none"):
             ckpt.load_model(f"hub://{REPO}", gpt())
         with pytest.raises(ckpt.MismatchError, match=r"lora_A\.default\.weight: missing there"):
             ckpt.load_model(f"hub://{REPO}", lora(gpt(), targets=("c_attn", "c_fc", "c_proj")))

@@ -56,7 +56,7 @@ def test_every_way_of_spreading_gives_the_same_whole_files_and_loads_them(tmp_pa
 def _fail_on_the_main_rank(rank: int, folder: str) -> None:
     Path(folder, "file").touch()
     with ckpt.StateManager(f"{folder}/run", model=MODELS["fsdp2"](6)) as manager:
-        with pytest.raises(ckpt.ConfigError, match="is not a directory of its own"):
+        with pytest.raises(ckpt.ConfigError, match="is not a plain directory"):
             manager.save_model(f"{folder}/file")
         with pytest.raises(Exception, match="No space left"):
             manager.save_model(f"{folder}/out", tokenizer=Stubborn())
@@ -127,7 +127,7 @@ def test_a_folder_with_checkpoints_is_left_alone(tmp_path: Path) -> None:
     with ckpt.StateManager(tmp_path / "run", model=plain(1)) as manager:
         manager.save_state("x", wait=True)
         for place in ("run", "run/x"):
-            with pytest.raises(ckpt.ConfigError, match="holds checkpoints, and is kept as it is"):
+            with pytest.raises(ckpt.ConfigError, match="holds checkpoints, and ckpt does not overwrite them"):
                 manager.save_model(tmp_path / place)
     assert intact(tmp_path / "run")
 

@@ -109,7 +109,7 @@ def test_tied_weights_stay_one_and_a_converted_file_is_like_any_of_torch(tmp_pat
 def test_an_output_that_is_there_is_kept_and_a_failed_one_leaves_nothing(tmp_path: Path) -> None:
     torch.save({"model": net().state_dict()}, tmp_path / "a.pt")
     (tmp_path / "b.pt").write_text("mine")
-    with pytest.raises(ckpt.ConfigError, match="is there already, and is kept as it is"):
+    with pytest.raises(ckpt.ConfigError, match="already exists, and ckpt does not overwrite it"):
         ckpt.convert(tmp_path / "a.pt", tmp_path / "b.pt", to="torch")
     torch.save({"netG": net().state_dict(), "netD": net().state_dict()}, tmp_path / "two.pt")
     with pytest.raises(ckpt.ConfigError, match=r"has 2 models \(model\.netG, model\.netD\), and this format holds one"):

@@ -189,7 +189,7 @@ def test_a_checkpoint_of_ours_becomes_a_folder_as_megatron_writes_it(tmp_path: P
     assert not ckpt.load_model(tmp_path / "out", again)
     assert _weights(again) == _weights(net)
     assert torch.load(tmp_path / "out" / "common.pt") == {"iteration": 0}
-    with pytest.raises(ckpt.ConfigError, match="out is there already"):
+    with pytest.raises(ckpt.ConfigError, match="out already exists"):
         ckpt.convert(tmp_path / "first", tmp_path / "out", to="megatron")
 
 

@@ -102,7 +102,7 @@ def test_a_metric_that_is_nan_is_refused_before_anything_is_written(root: Place)
         manager.resume()
         with pytest.raises(ckpt.MetricError, match="metric 'loss' is NaN at bad, and Keep"):
             manager.save_state("bad", metrics={"loss": torch.tensor(float("nan"))})
-        with pytest.raises(ckpt.MetricError, match="one number each"):
+        with pytest.raises(ckpt.MetricError, match="one number for each name"):
             manager.save_state("bad", metrics={"loss": torch.ones(3)})
         assert _intact(root)
         manager.save_state("other", metrics={"accuracy": float("nan")})  # nothing is ranked by it

@@ -135,7 +135,7 @@ class TestTheManifestOfTheOnlyCheckpoint:
         assert torch.equal(model.weight, torch.full((4, 4), 7.0))
         assert "manifest.json" in caplog.text
         assert "Its copy manifest.copy.json is used" in caplog.text
-        assert "is repaired" in caplog.text
+        assert "ckpt restored it from its copy" in caplog.text
         assert (only / "manifest.json").read_bytes() == whole
         assert ckpt.verify(only.parent) == {only.name: []}
 
@@ -155,11 +155,11 @@ class TestTheManifestOfTheOnlyCheckpoint:
         with ckpt.StateManager(only.parent, model=nn.Linear(4, 4)) as manager:
             with pytest.raises(ckpt.DamagedError, match=r"(?s)no checkpoint .* is intact.*step-00000002.*backup"):
                 manager.resume()
-            with pytest.raises(ckpt.ConfigError, match="nothing is saved, because the load before it failed"):
+            with pytest.raises(ckpt.ConfigError, match="saves nothing, because the last load failed"):
                 manager.save_state("another", wait=True)
         with (
             ckpt.StateManager(only.parent, model=nn.Linear(4, 4)) as manager,
-            pytest.raises(ckpt.ConfigError, match="committed and cannot be read"),
+            pytest.raises(ckpt.ConfigError, match="committed and can't be read"),
         ):
             manager.save_state("another", wait=True)
         assert only.parent.files() == before

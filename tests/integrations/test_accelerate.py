@@ -157,7 +157,7 @@ def test_attached_a_save_hook_whose_files_memory_would_lack_turns_the_tier_off(
             train_on(batch, accelerator, *parts)
             manager.step()
     assert list((tmp_path / "memory").iterdir()) == []
-    assert caplog.text.count("the memory tier is off: the accelerator has save hooks") == 1
+    assert caplog.text.count("snapshots in memory are off: the accelerator has save hooks") == 1
 
 
 def test_attached_a_step_is_one_of_the_optimizer_and_is_saved_once(tmp_path: Path) -> None:
@@ -395,7 +395,7 @@ def test_a_folder_of_nobody_is_refused_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with attach(accelerator, tmp_path / "root"):
         for folder in ("empty", "nowhere"):
-            with pytest.raises(ckpt.ConfigError, match=f"{folder}.* is no folder that Accelerate saved.*plain name"):
+            with pytest.raises(ckpt.ConfigError, match=f"{folder}.* is not a folder that Accelerate saved.*plain name"):
                 accelerator.load_state(str(tmp_path / folder))
     assert not (tmp_path / "nowhere").exists()
 

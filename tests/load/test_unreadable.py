@@ -157,7 +157,7 @@ def test_the_error_names_the_checkpoint_and_what_to_do(tmp_path: Path) -> None:
     text = str(raised.value)
     assert f"{NEWEST} cannot be read now" in text
     assert "Input/output error" in text
-    assert "Nothing says that it is damaged" in text
+    assert "It may well be intact" in text
     assert "load_state(name)" in text
 
 

@@ -177,7 +177,7 @@ class TestSmallTmpfs:
         monkeypatch.setenv("CKPT_MEMORY_KEEPER", "off")
         caplog.clear()
         assert train(str(tmp_path / "root"), 25) == straight
-        said = [record.message for record in caplog.records if "memory tier" in record.message]
+        said = [record.message for record in caplog.records if "snapshots in memory are off" in record.message]
         assert len(said) == 1
         assert "is too small, and there is no keeper process" in said[0]
 
@@ -259,7 +259,7 @@ class TestAKeeperThatIsStopped:
                 assert f"step-{last:08d}/manifest.json" in [entry.key for entry in slot_storage(place).list()]
             manager.wait()
         warned = [record for record in caplog.records if record.levelname == "WARNING"]
-        said = [record for record in warned if "memory tier is off" in record.message]
+        said = [record for record in warned if "snapshots in memory are off" in record.message]
         assert len(said) == 1
         assert "the keeper process did not answer for 1 s" in said[0].message
         assert len(ckpt.verify(tmp_path / "root")) == last // 10

@@ -117,4 +117,4 @@ def test_a_training_that_fits_into_its_container_alone_is_not_killed_for_its_sna
     beside = run_in(group, memory, tmp_path / "beside", "snapshots")
     assert beside.returncode == 0, beside.stderr
     assert beside.stdout == alone.stdout
-    assert "the memory tier is off until step" in beside.stderr
+    assert "snapshots in memory are off until step" in beside.stderr

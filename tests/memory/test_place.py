@@ -223,7 +223,7 @@ class TestWhoLives:
         monkeypatch.setattr(places, "_PATIENCE", 0.05)
         place = create()
         place.release()
-        with places._all_alone(place.path), pytest.raises(PlaceError, match="somebody who removes it"):
+        with places._all_alone(place.path), pytest.raises(PlaceError, match="is being removed by another process"):
             place.hold()
 
 

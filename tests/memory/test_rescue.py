@@ -175,7 +175,7 @@ class TestRescue:
         folder.mkdir()
         place = deserted(folder, 9, separate_roots=separate_roots)
         shutil.rmtree(folder)
-        with pytest.raises(RefusedError, match="was removed, and is not made again"):
+        with pytest.raises(RefusedError, match="was removed, and the keeper does not create it again"):
             run(place)
         assert not folder.exists()
 
@@ -183,7 +183,7 @@ class TestRescue:
         place = deserted(folder, 9)
         shutil.rmtree(folder)
         write_token(LocalStorage(folder))
-        with pytest.raises(RefusedError, match="was made anew, or another run has ended there"):
+        with pytest.raises(RefusedError, match="was replaced, or another run has ended there"):
             run(place)
         assert steps(folder) == []
 
@@ -196,7 +196,7 @@ class TestRescue:
         manifest = replace(read_manifest(storage, "step-9"), parent=last.id)
         storage.write(f"step-9/{FILE_NAME}", [manifest.to_bytes()])
         shutil.rmtree(folder / "step-5")
-        with pytest.raises(RefusedError, match="continues from a checkpoint that is not in"):
+        with pytest.raises(RefusedError, match="continues from a checkpoint that is no longer in"):
             run(place)
         assert steps(folder) == ["step-4"]
 

@@ -81,7 +81,7 @@ class TestLeftOut:
         tier_of(manager).wait()
         assert names(memory) == ["step-00000002"]
         assert (tier_of(manager).statistics.taken, tier_of(manager).statistics.skipped) == (1, 2)
-        assert caplog.text.count("a snapshot in memory is left out") == 1
+        assert caplog.text.count("Skipped a memory snapshot") == 1
         train(manager, 1)
         assert names(memory) == ["step-00000002", "step-00000008"]
 
@@ -110,7 +110,7 @@ class TestGivingWay:
         assert manager.progress.step == 9
         warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
         assert len(warnings) == 1
-        assert warnings[0].startswith("the memory tier is off until step 6: 2 snapshots take ")
+        assert warnings[0].startswith("snapshots in memory are off until step 6: 2 snapshots take ")
         assert f"{memory} has room for 1.0 kB. Training and the root are not affected." in warnings[0]
 
     def test_memory_that_training_needs_is_given_back_and_taken_again_later(
@@ -149,7 +149,7 @@ class TestGivingWay:
             patch.setattr(VolatileStorage, "write", full)
             train(manager, 4)
         assert list(memory.iterdir()) == []
-        assert "the memory tier is off until step 10: no space left. Training" in caplog.text
+        assert "snapshots in memory are off until step 10: no space left. Training" in caplog.text
         train(manager, 4)
         assert names(memory) == ["step-00000010"]
 
@@ -169,7 +169,7 @@ class TestGivingWay:
             patch.setattr(VolatileStorage, "write", fail)
             train(manager, 4)
         assert names(memory) == ["step-00000002"]
-        assert caplog.text.count("the memory tier is off until step 10: no. Training") == 1
+        assert caplog.text.count("snapshots in memory are off until step 10: no. Training") == 1
         train(manager, 6)
         assert names(memory) == ["step-00000010", "step-00000012"]
 
@@ -183,7 +183,7 @@ class TestGivingWay:
         train(manager, 2, settled=False)
         wait_until(lambda: not tier_of(manager).busy, "it has failed")
         train(manager, 2, settled=False)
-        assert "the memory tier is off until step 8: no. Training" in caplog.text
+        assert "snapshots in memory are off until step 8: no. Training" in caplog.text
 
     def test_a_folder_that_somebody_has_removed_is_made_anew(self, manager: ckpt.StateManager, memory: Path) -> None:
         train(manager, 2)
@@ -209,8 +209,8 @@ def test_a_directory_that_never_was_is_said_once_at_the_resume(
         manager.resume()
         for _ in range(3):
             manager.step()
-    said = [record.getMessage() for record in caplog.records if "memory tier" in record.getMessage()]
-    assert said == [f"the memory tier is off: {tmp_path}/absent cannot be used: No such file or directory."]
+    said = [record.getMessage() for record in caplog.records if "snapshots in memory are off" in record.getMessage()]
+    assert said == [f"snapshots in memory are off: {tmp_path}/absent cannot be used: No such file or directory."]
 
 
 def test_training_does_not_wait_where_there_is_no_memory_for_a_copy(
@@ -222,7 +222,9 @@ def test_training_does_not_wait_where_there_is_no_memory_for_a_copy(
         manager.resume()
         train(manager, 8)
         assert list(memory.iterdir()) == []
-    assert caplog.text.count("the memory tier is off until step 24: there is no host memory for a copy") == 1
+    assert (
+        caplog.text.count("snapshots in memory are off until step 24: there is not enough host memory for a copy") == 1
+    )
 
 
 @pytest.mark.slow
@@ -241,7 +243,7 @@ print("done", manager.progress.step)
     done = with_tmpfs(memory, 8 << 20, "-c", script, str(tmp_path / "root"), cwd=tmp_path)
     assert done.run() == "done 10\n"
     said = done.errors.read_text()
-    assert said.count("the memory tier is off until step 22: ") == 1
+    assert said.count("snapshots in memory are off until step 22: ") == 1
     assert "is too small, and there is no keeper process" in said
     assert [found.step for found in ckpt.list_checkpoints(tmp_path / "root")] == [10, 5]
 
@@ -270,7 +272,7 @@ def test_a_run_that_ends_with_more_in_memory_than_in_the_root_says_so(
 ) -> None:
     train(manager, 4)
     manager.close()
-    assert "the run ends with step 4 in memory alone, which is removed" in caplog.text
+    assert "the run ends with step 4 only in memory, where ckpt removes it" in caplog.text
     assert "is none. Call save_state() at the end" in caplog.text
 
 
@@ -293,7 +295,7 @@ def test_a_run_that_ends_with_its_last_step_in_the_root_says_nothing(
     train(manager, 5)
     manager.save_state(wait=True)
     manager.close()
-    assert "in memory alone" not in caplog.text
+    assert "only in memory" not in caplog.text
 
 
 def test_nor_does_one_that_went_back_to_a_checkpoint_of_the_root(
@@ -304,7 +306,7 @@ def test_nor_does_one_that_went_back_to_a_checkpoint_of_the_root(
     train(manager, 2)
     manager.load_state("a")
     manager.close()
-    assert "in memory alone" not in caplog.text
+    assert "only in memory" not in caplog.text
 
 
 def test_state_that_is_saved_whole_is_taken_in_shards(tmp_path: Path, memory: Path) -> None:

@@ -79,7 +79,7 @@ class TestTheMirrorIsAway:
         with ckpt.StateManager(tmp_path / "new", model=weights(0), mirror=mirror) as manager:
             with pytest.raises(ckpt.TransientError, match="is away"):
                 manager.resume()
-            with pytest.raises(ckpt.ConfigError, match=r"the load before it failed: .* is away.*Call resume\(\)"):
+            with pytest.raises(ckpt.ConfigError, match=r"the last load failed: .* is away.*Call resume\(\)"):
                 manager.save_state("step-00000001", wait=True)
             assert steps(tmp_path / "new") == []
             mirror.away = False

@@ -460,7 +460,7 @@ class TestRepair:
         for storage in (root, other):
             for name in (FILE_NAME, COPY_NAME):
                 storage.write(f"a/{name}", [b"x"])
-        with pytest.raises(DamagedError, match=f"a has no whole manifest in {root.url} or {other.url}: "):
+        with pytest.raises(DamagedError, match=f"a has no intact manifest in {root.url} or {other.url}: "):
             find_whole_files([root, other], "a")
 
     def test_a_home_that_does_not_answer_for_its_manifest_is_an_error(self, root: MemoryStorage) -> None:
@@ -550,12 +550,12 @@ class TestTrust:
         assert find_verify_keys(both) == (one.id, *two)
         for wrong, why in (
             ("", "cannot be read"),
-            ("-----BEGIN x", "is no PEM"),
+            ("-----BEGIN x", "is not the right kind of PEM"),
             (f"{keys[0]}.none", "cannot be read"),
         ):
             with pytest.raises(ConfigError, match=why):
                 find_verify_keys(wrong)
-        with pytest.raises(ConfigError, match="is no PEM"):
+        with pytest.raises(ConfigError, match="is not the right kind of PEM"):
             find_signing_key(Path(f"{keys[0]}.pub").read_text())
         Path(keys[0] + ".empty").touch()
         with pytest.raises(ConfigError, match="holds no key"):

@@ -82,7 +82,7 @@ def test_the_newest_snapshot_takes_the_place_of_one_that_is_not_being_written(
         ("WARNING" if number == 1 else "INFO", f"step-{number} is not saved: step-{number + 1} takes its place")
         for number in range(1, 5)
     ]
-    assert "4 saves gave their place to later ones" in caplog.text
+    assert "4 saves were replaced by later ones" in caplog.text
 
 
 def test_no_more_than_two_snapshots_are_in_memory(gated: Gated) -> None:

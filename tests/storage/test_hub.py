@@ -432,12 +432,12 @@ def _without_network(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = plain(5)
     ckpt.load_model("hub://me/published", model)
     _compare(model.state_dict(), plain(4).state_dict())
-    assert "the Hub cannot be reached: hub://me/published is taken from the cache" in capfd.readouterr().err
+    assert "the Hub cannot be reached: hub://me/published comes from the cache" in capfd.readouterr().err
     ckpt.load_model(f"{ROOT}/step-00000007", again := plain(5))
     _compare(again.state_dict(), plain(4).state_dict())
-    assert "is taken from the cache" in capfd.readouterr().err
+    assert "comes from the cache" in capfd.readouterr().err
     assert ckpt.pull(REPO, tmp_path / "offline", step=7) == str(tmp_path / "offline" / "step-00000007")
-    assert "is taken from the cache" in capfd.readouterr().err
+    assert "comes from the cache" in capfd.readouterr().err
     assert intact(tmp_path / "offline")
     with pytest.raises(ckpt.TransientError, match="The cache has no complete copy of hub://me/other either"):
         ckpt.pull("me/other", tmp_path / "other")
@@ -467,7 +467,7 @@ def test_a_whole_repository_is_pulled_and_what_was_altered_in_the_cache_is_named
     )
     blob = next(path for path in (tmp_path / "hf-cache").rglob("blobs/*") if len(path.name) == 64)
     damage(blob)
-    with pytest.raises(ckpt.DamagedError, match=f"{blob.name}.* Remove them, and they are fetched again"):
+    with pytest.raises(ckpt.DamagedError, match=f"{blob.name}.* Remove them, and ckpt fetches them again"):
         ckpt.pull("me/published", tmp_path / "more")
     assert not (tmp_path / "more").exists()
 

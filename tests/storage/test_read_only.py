@@ -128,13 +128,13 @@ def test_everything_that_reads_takes_it(source: str, run: Path, tmp_path: Path) 
 
 
 def test_nothing_is_written_there(source: str) -> None:
-    with pytest.raises(ckpt.DeniedError, match="can only be read: load, verify, show, merge and pull take it"):
+    with pytest.raises(ckpt.DeniedError, match="is read-only: you can load, verify, show, merge and pull from it"):
         ckpt.StateManager(source, model=model())
-    with pytest.raises(ckpt.DeniedError, match="can only be read"):
+    with pytest.raises(ckpt.DeniedError, match="is read-only"):
         open_storage(source).write("a", [b"x"])
-    with pytest.raises(ckpt.DeniedError, match="can only be read"):
+    with pytest.raises(ckpt.DeniedError, match="is read-only"):
         open_storage(source).delete(["a"])
-    with pytest.raises(ckpt.DeniedError, match="can only be read"):
+    with pytest.raises(ckpt.DeniedError, match="is read-only"):
         open_storage(source).sweep()
 
 

@@ -61,7 +61,7 @@ def test_a_single_writer_may_use_it_and_is_warned(bucket: HostileBucket, caplog:
     bucket.ignores = CONDITIONS
     with manager(bucket, allow_unconditional=True) as run:
         run.save_state("a", wait=True)
-    assert "nothing keeps a second run out of this root. Take care that there is only one" in caplog.text
+    assert "nothing keeps a second run out of this root. Make sure that only one run writes there" in caplog.text
     assert any(key.endswith("/a/manifest.json") for key in bucket.objects)
 
 

@@ -149,7 +149,7 @@ class TestTakingOver:
             assert restored.name == "checkpoint_10"
             assert "random_states_0.pkl is missing" in restored.passed_over["checkpoint_11"]
             assert "counting begins at 0" in restored.approximated["progress"]
-            with pytest.raises(ckpt.ConfigError, match="checkpoint_10 was written by Accelerate, and is kept as it is"):
+            with pytest.raises(ckpt.ConfigError, match="checkpoint_10 was written by Accelerate, and ckpt does not"):
                 manager.save_state("checkpoint_10", wait=True)
             manager.save_state("next", wait=True)
         assert {path: path.read_bytes() for path in before} == before
@@ -181,7 +181,9 @@ class TestTakingOver:
         for name in ("epoch_1", "step_500"):
             shutil.copytree(theirs, tmp_path / name)
         with manager_for(tmp_path) as manager:
-            with pytest.raises(ckpt.ConfigError, match="epoch_1, step_500, and no name says which is the newest"):
+            with pytest.raises(
+                ckpt.ConfigError, match="epoch_1, step_500, and their names don't say which is the newest"
+            ):
                 manager.load_state()
             assert manager.load_state("epoch_1").name == "epoch_1"
 
@@ -560,14 +562,14 @@ class TestBadInput:
         taken = str(tmp_path / "root" / "checkpoint_3")
         for arguments, message in {
             (str(tmp_path / "nowhere"), "out"): "there is nothing at",
-            (str(tmp_path / "empty"), "out"): "is of no kind that can be read",
+            (str(tmp_path / "empty"), "out"): "is not a format that ckpt reads",
             (str(copy), str(tmp_path / "root")): "has a checkpoint 'checkpoint_3' already",
-            (str(copy), str(tmp_path)): "checkpoint_3 was written by Accelerate, and is kept as it is",
+            (str(copy), str(tmp_path)): "checkpoint_3 was written by Accelerate, and ckpt does not",
             (
                 str(tmp_path / "root" / "checkpoint_3"),
                 str(tmp_path / "root"),
             ): "has a checkpoint 'checkpoint_3' already",
-            (taken, str(tmp_path / "empty"), "--to", "accelerate"): "is there already",
+            (taken, str(tmp_path / "empty"), "--to", "accelerate"): "already exists",
             (str(tmp_path / "root"), "s3://x/y", "--to", "accelerate"): "accelerate is written to a disk",
         }.items():
             done = CliRunner().invoke(main, ["convert", *arguments])

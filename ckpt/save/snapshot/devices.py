@@ -199,7 +199,7 @@ def _figures(device: torch.device) -> tuple[dict[str, int], dict[str, int]]:
 
 @cache
 def _warn_of_slow_copies(why: str) -> None:
-    _log.warning("host memory could not be pinned, so that copies from the device are slow: %s", why)
+    _log.warning("ckpt could not pin host memory, so copies from the device are slow: %s", why)
 
 
 @contextmanager
