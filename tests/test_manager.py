@@ -245,9 +245,9 @@ def test_calls_before_the_resume_and_after_the_end_are_refused(run: Run) -> None
     run.step()
     run.manager.close()
     run.manager.close()
-    with pytest.raises(ConfigError, match=r"step\(\) on a StateManager that is closed"):
+    with pytest.raises(ConfigError, match=r"step\(\) on a closed StateManager"):
         run.manager.step()
-    with pytest.raises(ConfigError, match=r"epochs\(\) or batches\(\) on a StateManager that is closed"):
+    with pytest.raises(ConfigError, match=r"epochs\(\) or batches\(\) on a closed StateManager"):
         next(iter(run.manager.batches(run.loader)))
 
 

@@ -239,7 +239,7 @@ def test_metrics_are_names_with_one_number_each() -> None:
     for wrong in ([("a", 1)], 3, "a"):
         with pytest.raises(MetricError, match="must be a dict"):
             checked_metrics(wrong)
-    with pytest.raises(MetricError, match="one number each"):
+    with pytest.raises(MetricError, match="one number for each name"):
         as_numbers({"a": torch.zeros(2)})
 
 

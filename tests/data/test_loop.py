@@ -408,14 +408,14 @@ def test_a_loader_is_followed_until_the_loop_is_released() -> None:
     assert type(script.loader) is DataLoader
     script.optimizer.step()
     assert script.loop._updates == 0
-    with pytest.raises(ConfigError, match=r"step\(\) on a StateManager that is closed"):
+    with pytest.raises(ConfigError, match=r"step\(\) on a closed StateManager"):
         script.loop.refuse_released("step()")
 
 
 def test_what_no_loop_can_go_through_is_refused() -> None:
     loop = Script().loop
     for total in (-1, 1.5, "3", None):
-        with pytest.raises(ConfigError, match="the number of epochs in all"):
+        with pytest.raises(ConfigError, match="the total number of epochs"):
             list(loop.epochs(total))  # type: ignore[arg-type]
     assert list(loop.epochs(0)) == []
     with pytest.raises(ConfigError, match="a int cannot be iterated over"):

@@ -187,7 +187,9 @@ def test_a_save_of_another_place_is_refused() -> None:
     main, other, joined = pair(place=[2])
     with main.announced("a"):
         pass
-    with pytest.raises(ckpt.RanksError, match=r"where this rank no longer is .*: \[1, 1\] there, \[1, 2\] here"):
+    with pytest.raises(
+        ckpt.RanksError, match=r"at a moment that this rank has passed .*: \[1, 1\] there, \[1, 2\] here"
+    ):
         other.meet()
     assert joined == []
 

@@ -170,7 +170,7 @@ def test_data_that_cannot_be_followed_is_named_when_it_is_saved_and_when_it_is_r
 
     with pytest.raises(KeyboardInterrupt):
         build(interrupting(3)).train()
-    assert caplog.text.count("data of this Trainer is a Around, which ckpt cannot follow") == 1
+    assert caplog.text.count("data of this Trainer is a Around, which ckpt can't follow") == 1
     again = build()
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 9

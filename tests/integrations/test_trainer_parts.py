@@ -426,7 +426,7 @@ class TestResumeSource:
             again.train(resume_from_checkpoint=resume)
             assert again.state.global_step == 4
         refused: list[tuple[str | None, str]] = [
-            (None, r"has checkpoints \(step-00000004 is the newest\), and this run begins afresh"),
+            (None, r"has checkpoints \(step-00000004 is the newest\), but this run starts from scratch"),
             (
                 str(tmp_path / "elsewhere" / "step-00000002"),
                 "is no checkpoint in .*root, and none that a Trainer wrote",

@@ -164,7 +164,7 @@ class TestListings:
         save(root, "a", sequence=3)
         found, unseen = list_tiers([root, away], None, on_listed=seen.append)
         assert ([(each["tier"], each["name"]) for each in found], unseen) == ([(0, "a"), (0, "cut")], False)
-        assert "was not looked at, and may have newer checkpoints: no answer." in caplog.text
+        assert "was not checked, and may have newer checkpoints: no answer." in caplog.text
         assert [overview.storage for overview in seen] == [root]
         assert list_tiers([root, away], None, MirrorPatience())[1] is True
         save(mirror, "b", sequence=2)
@@ -331,7 +331,7 @@ class TestChoosing:
         def away(candidate: Candidate) -> None:
             raise TransientError("no answer.")
 
-        with pytest.raises(TransientError, match=r"^b cannot be read now: no answer\. Nothing says that it is damaged"):
+        with pytest.raises(TransientError, match=r"^b cannot be read now: no answer\. It may well be intact"):
             chosen([root], away)
         mirror = new()
         save(mirror, "b", sequence=2)
@@ -358,12 +358,12 @@ class TestChoosing:
         with caplog.at_level(logging.WARNING, "ckpt"):
             found = chosen([root, mirror])
         assert (found.manifest.name, found.tier) == ("b", 1)
-        assert "each is read where it is whole: 1 of 2 from the second (state.json)" in caplog.text
+        assert "so ckpt reads each where it is intact: 1 of 2 from the second (state.json)" in caplog.text
         assert bytes(found.ready.storage.read("b/state.json")) == FILES["state.json"]
         root.delete(["b/model.safetensors"])
         found = chosen([root, mirror])
         assert found.manifest.name == "a"
-        assert "model.safetensors of b is whole neither in" in found.passed_over["b"]
+        assert "model.safetensors of b is intact neither in" in found.passed_over["b"]
 
     def test_a_mirror_that_was_not_waited_for_is_waited_for_where_the_root_is_damaged(
         self, root: MemoryStorage
@@ -504,7 +504,7 @@ class TestChoosing:
         with caplog.at_level(logging.WARNING, "ckpt"):
             found = chosen([far], once)
         assert (found.manifest.name, found.passed_over, len(calls)) == ("a", {}, 2)
-        assert "was altered on its way, and what was read then was right: a was altered." in caplog.text
+        assert "was altered on its way; reading again gave the right bytes: a was altered." in caplog.text
 
         def always(candidate: Candidate) -> None:
             calls.append("x")

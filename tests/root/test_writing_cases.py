@@ -500,7 +500,7 @@ class TestOpening:
         far = Far(root.url, match=False)
         far.allow_unconditional = True  # type: ignore[attr-defined]
         try_out_tiers(far)
-        assert "Take care that there is only one" in caplog.text
+        assert "Make sure that only one run writes there" in caplog.text
 
     def test_a_server_that_refuses_conditions_or_does_not_answer(
         self, root: MemoryStorage, caplog: pytest.LogCaptureFixture

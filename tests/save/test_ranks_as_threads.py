@@ -344,7 +344,7 @@ def test_a_save_that_waits_gives_its_place_only_where_it_waits_on_all_ranks(
         "fifth is not saved: the save before it is still being written"
     ) == 1
     close(ranks)
-    assert "2 saves gave their place to later ones" in caplog.text
+    assert "2 saves were replaced by later ones" in caplog.text
     assert [found.name for found in ckpt.list_checkpoints(gated.url)] == ["fourth", "first"]
 
 

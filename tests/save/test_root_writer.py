@@ -424,9 +424,9 @@ class TestLineage:
         newest = Summary.of(manifest_named("a"))
         for failed, known, lost, why in (
             ("", None, {}, ""),
-            ("it is away.", None, {}, "the load before it failed: it is away."),
+            ("it is away.", None, {}, "the last load failed: it is away."),
             ("", newest, {}, "a is the newest"),
-            ("", None, {"b": "b is damaged."}, "cannot be read, so nothing is saved before them: b is damaged."),
+            ("", None, {"b": "b is damaged."}, "can't be read, so ckpt saves nothing next to them: b is damaged."),
         ):
             lineage = Lineage(failed_load=failed)
             if why:
@@ -465,14 +465,14 @@ class TestCommits:
         (tmp_path / "others").mkdir()
         (tmp_path / "others" / "notes.txt").write_bytes(b"x")
         writer = writer_of(tmp_path)
-        with pytest.raises(ckpt.ConfigError, match=r"theirs was written by Accelerate, and is kept as it is\. Save un"):
+        with pytest.raises(
+            ckpt.ConfigError, match=r"theirs was written by Accelerate, and ckpt does not overwrite it\. Save un"
+        ):
             save(writer, "theirs")
         save(writer, "others")
         writer.close()
         inside = writer_of(tmp_path / "theirs")
-        with pytest.raises(
-            ckpt.ConfigError, match="theirs was written by Accelerate, and is kept as it is: nothing is"
-        ):
+        with pytest.raises(ckpt.ConfigError, match="theirs was written by Accelerate, and ckpt does not write into it"):
             save(inside, "a")
         inside.close()
 
@@ -520,7 +520,7 @@ class TestCommits:
         fresh = writer_of(tmp_path / "other-root")
         (tmp_path / "other-root" / "newer").mkdir(parents=True)
         shutil.copy(tmp_path / "newer" / FILE_NAME, tmp_path / "other-root" / "newer")
-        with pytest.raises(ckpt.ConfigError, match="committed and cannot be read, so nothing is saved before them"):
+        with pytest.raises(ckpt.ConfigError, match="committed and can't be read, so ckpt saves nothing next to them"):
             save(fresh, "other")
         fresh.close()
 

@@ -64,7 +64,7 @@ def test_an_object_that_has_left_the_accelerator_is_named() -> None:
     accelerator, source, _ = _prepared()
     source.find()
     accelerator._models.clear()
-    with pytest.raises(StateError, match=r"model \(a Linear\) left the accelerator since ckpt took care of it"):
+    with pytest.raises(StateError, match=r"model \(a Linear\) left the accelerator after ckpt was attached"):
         source.find()
     empty = AcceleratorObjects(new_accelerator())
     for act, words in ((empty.before_save, "nothing to save"), (empty.before_load, "nothing to load into")):

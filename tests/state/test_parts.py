@@ -67,7 +67,7 @@ def test_what_is_equal_on_every_rank_is_certain() -> None:
 
 def test_an_object_that_does_not_take_its_state_back_is_named() -> None:
     with (
-        pytest.raises(StateError, match="thing did not take its state back: ValueError: odd"),
+        pytest.raises(StateError, match="thing could not load its state: ValueError: odd"),
         parts.naming_part("thing"),
     ):
         raise ValueError("odd")
