@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from ckpt.load import restore
 from ckpt.load.load_state import ELSEWHERE, Locations, Restored, StateLoader
 from ckpt.load.reader import CheckpointReader, check_rank_state
 from ckpt.load.restore import Elsewhere, find_elsewhere, from_main_rank, rewinder
+from ckpt.load.select import Candidate, Inspection, Selection
 from ckpt.ranks.consensus import SingleProcess
 from ckpt.ranks.store_and_heartbeats import TimedStore
 from ckpt.ranks.store_group import BuiltManagers, StoreGroup
@@ -445,3 +447,20 @@ class TestWhatFits:
         one, two = Layout((4,), (0, 1, 2, 3), ("S0",)), Layout((2, 2), (0, 1, 2, 3), ("R", "S1"))
         assert restore._layout_text(frozenset()) == "whole"
         assert restore._layout_text(frozenset({one, two})) == "2x2 ranks: R,S1; 4 ranks: S0"
+
+
+def test_what_nobody_has_said() -> None:
+    one, other = report(on_read=lambda: None), report(on_read=lambda: None)
+    assert one == other
+    assert "on_read" not in repr(one)
+    assert (one.from_memory, one.root_step) == (False, None)
+    with ExitStack() as held:
+        assert not Candidate(
+            MemoryStorage("none"), Manifest(name="a", id="i", sequence=1, created=MOMENT, run="r", files=()), held
+        ).or_afresh
+    selection: Selection[None] = Selection(tiers=(), ranks=SingleProcess(), prepare=lambda candidate: None)
+    assert (selection.foreign, selection.call) == (False, "load_state()")
+    assert replace(selection, name="a").call == "load_state('a')"
+    assert not Inspection(SingleProcess(), "load").vanished
+    for kind, own in ((Inspection, {"vanished"}), (StateLoader, {"half_loaded"})):
+        assert {each.name for each in fields(kind) if not each.init} == own

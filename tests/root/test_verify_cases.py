@@ -594,6 +594,7 @@ class TestKeep:
         for keep, listed, damaged, removable in (
             (Keep(), [], (), []),
             (Keep(), all_five[:1], (), []),
+            (Keep(), all_five, (), ["s4", "s3", "s2", "s1"]),
             (Keep(last=2), all_five, (), ["s3", "s2", "s1"]),
             (Keep(last=5), all_five, (), []),
             (Keep(last=9), all_five, (), []),

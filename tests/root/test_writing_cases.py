@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import socket
@@ -10,7 +11,8 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,12 +36,22 @@ from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, digest, sha256
 from ckpt.formats.tensors import FilePlan
 from ckpt.root import lock, mirror, write_link_commit
 from ckpt.root import open as opening
-from ckpt.root.catalog import MARKER, find
+from ckpt.root.catalog import DAY, MARKER, History, SaveMarker, Summary, find, mark_save
+from ckpt.root.deletion import (
+    apply_retention,
+    remove_all,
+    remove_or_explain,
+    set_aside_uncommitted,
+    sweep,
+    was_cut_off,
+)
 from ckpt.root.folder import Folder, Place, is_foreign, open_url, single_file
 from ckpt.root.lock import lock_root
-from ckpt.root.mirror import Copies, MirrorPatience, QuietWait, progress_of
+from ckpt.root.mirror import Copies, MirrorPatience, MirrorWorker, QuietWait, Throttle, progress_of
 from ckpt.root.open import open_tiers, parent_instead, refuse_checkpoint, try_out_tiers
-from ckpt.root.write_link_commit import Attempt, EarlierFile, UnsureCommits, hashed
+from ckpt.root.signing import Seal, Trust, find_signing_key, new_key
+from ckpt.root.verify import VerifiedFile
+from ckpt.root.write_link_commit import Attempt, EarlierFile, UnsureCommits, WrittenFile, hashed
 from ckpt.storage import ANY, Buffer, LocalStorage, MemoryStorage
 from tests.helpers.byte_checkpoints import FILES, attempt_at, begin_and_write, is_whole, keys, manifest_of, save
 from tests.helpers.places import PassedOn
@@ -597,3 +609,217 @@ class TestPlaces:
         assert single_file(tmp_path / "root", None) is None
         assert single_file(tmp_path / "none.safetensors", None) is None
         assert not is_foreign(LocalStorage(tmp_path / "root"), "a")
+
+
+def test_what_nobody_has_said(root: MemoryStorage, tmp_path: Path) -> None:
+    record = hashed(FilePlan.of("x", b"1"), "x", lambda size: None)
+    assert (EarlierFile("a", record).was_read, WrittenFile(record).linked, WrittenFile(record).receipt) == (
+        True,
+        False,
+        None,
+    )
+    attempt = Attempt("a")
+    assert (attempt.sha256, attempt.sequence, attempt.expected_version, attempt.replaces) == (False, 0, None, ())
+    assert Attempt("a").id != attempt.id
+    copies = Copies(root, root)
+    assert (copies.has_all_files, copies.is_leader, copies.was_listed, copies.progress) == (True, True, False, (0, 0))
+    assert (Seal().sha256, Seal(with_sha256=True).sha256, Trust().required, SaveMarker(()).removing) == (
+        False, True, False, False
+    )  # fmt: skip
+    assert not VerifiedFile.of(root, "a", record).sha256
+    summary = Summary(name="a", id="i", sequence=1, created="", run="r")
+    assert (summary.step, summary.world_size, summary.size, summary.contents) == (0, 1, 0, "")
+    assert {each.name for each in fields(MirrorPatience) if not each.init} == {"_spent"}
+    keep = ckpt.Keep()
+    assert (keep.last, keep.best, keep.metric, keep.mode, keep.every) == (1, 0, None, "min", None)
+    new_key(tmp_path / "key")
+    key = find_signing_key(tmp_path / "key")
+    assert key is not None
+    assert repr(key) == f"SigningKey(id={key.id!r})"
+
+
+class TestDeleting:
+    def test_a_sweep_mends_manifests_and_copies_and_says_what_is_there(
+        self, root: MemoryStorage, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for number, name in enumerate(("a", "b", "c")):
+            save(root, name, sequence=number)
+        whole = {key: root.read(key) for key in keys(root)}
+        root.delete([f"a/{FILE_NAME}", f"b/{COPY_NAME}"])
+        root.write(f"c/{COPY_NAME}", [whole[f"c/{COPY_NAME}"][:-1] + b"x"])  # of the same size
+        found = sweep(root)
+        assert [summary.name for summary in found.committed] == ["c", "b", "a"]
+        assert {key: root.read(key) for key in keys(root)} == whole
+        assert caplog.text.count("is repaired: it was written again from its copy") == 1
+        listed = sweep(root)
+        assert sweep(root, listed=listed) is listed
+
+    def test_where_others_write_too_young_leftovers_and_those_that_are_resumed_stay(self, root: MemoryStorage) -> None:
+        for name in ("young", "old", "spared"):
+            begin_and_write(root, attempt_at(root, name))
+        marker = json.loads(root.read(f"old/{MARKER}"))
+        marker["since"] = (datetime.now(timezone.utc) - timedelta(days=2)).isoformat()
+        root.write(f"old/{MARKER}", [json.dumps(marker).encode()])
+        probe = f".try-{'0' * 32}/probe"
+        root.write(probe, [b"x"])
+        sweep(root, spared=["spared"], age=DAY)
+        assert {key.partition("/")[0] for key in keys(root)} == {"young", "spared", probe.partition("/")[0]}
+        sweep(root, spared=["spared"])
+        assert {key.partition("/")[0] for key in keys(root)} == {"spared"}
+
+    def test_a_checkpoint_is_removed_unless_something_speaks_against_it(self, root: MemoryStorage) -> None:
+        made = save(root, "a")
+        summary = Summary.of(made)
+        for what in (made, summary):
+            with root.lock("a", shared=True):
+                assert remove_or_explain(root, what) == "is being read"
+            assert remove_or_explain(root, replace(what, id="other")) == "was saved anew meanwhile"
+        assert is_whole(root, made)
+        kept = {key: root.read(key) for key in keys(root)}
+        for name in (FILE_NAME, COPY_NAME):
+            root.write(f"a/{name}", [b"x"])
+        assert remove_or_explain(root, summary).startswith("has a manifest that cannot be read")
+        for key, data in kept.items():
+            root.write(key, [data])
+        mark_save(root, "a", ["new"], [], "of a save")
+        assert remove_or_explain(root, made).startswith("is being saved anew, or such a save was cut off")
+        mark_save(root, "b", [], [], "x")
+        root.delete([f"a/{MARKER}", f"b/{MARKER}"])
+        root.write("a/left", [b"x"])
+        mark_save(root, "a", [], ["left"], made.id)
+        assert remove_all(root, [made, replace(made, name="none")]) == {"a": "", "none": ""}
+        assert keys(root) == set()
+
+    def test_retention_keeps_what_it_cannot_judge_and_stores_the_history_first(
+        self, root: MemoryStorage, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        listed = [Summary.of(save(root, name, sequence=number)) for number, name in enumerate("abc")][::-1]
+        for name in (FILE_NAME, COPY_NAME):
+            root.write(f"a/{name}", [b"x"])
+        left = apply_retention(ckpt.Keep(last=1), root, listed, ())
+        assert [summary.name for summary in left] == ["c", "a"]
+        assert "a is not removed: it has a manifest that cannot be read" in caplog.text
+        assert {past.summary.name for past in History.of(root).saves} == {"a", "b", "c"}
+        caplog.clear()
+        apply_retention(ckpt.Keep(last=1), root, left, ())
+        assert "is not removed" not in caplog.text  # said once
+
+    def test_what_cannot_be_ranked_is_said_once_when_it_matters(
+        self, root: MemoryStorage, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        one, two = (Summary.of(save(root, name, sequence=number)) for number, name in enumerate("ab"))
+        keep = ckpt.Keep(last=1, best=1, metric="loss")
+        apply_retention(keep, root, [one], ())
+        assert "ranks nothing" not in caplog.text
+        for _ in range(2):
+            assert apply_retention(keep, root, [two, one], ()) == [two, one]
+        assert caplog.text.count("ranks nothing: no checkpoint has a metric 'loss'") == 1
+        other = new()
+        apply_retention(keep, other, [replace(one, metrics={"los": 1.0})], ())
+        assert caplog.text.count("ranks nothing") == 2
+
+    def test_folders_of_saves_that_were_cut_off_are_set_aside(self, tmp_path: Path) -> None:
+        storage = LocalStorage(tmp_path)
+        assert set_aside_uncommitted(storage) == set_aside_uncommitted(new()) == []
+        save(storage, "step-1", sequence=1)
+        assert not was_cut_off(storage, "step-1")
+        (tmp_path / "step-2").mkdir()
+        (tmp_path / "step-2" / "hook.txt").write_text("x")
+        (tmp_path / "notes").mkdir()
+        begin_and_write(storage, attempt_at(storage, "cut"))
+        assert was_cut_off(storage, "cut")
+        assert was_cut_off(storage, "step-2")
+        assert not was_cut_off(storage, "notes")
+        assert not was_cut_off(storage, "none")
+        assert set_aside_uncommitted(storage) == ["cut", "step-2"]
+        assert sorted(path.name for path in tmp_path.iterdir() if "lock" not in path.name) == [
+            ".step-2.uncommitted", "notes", "step-1"
+        ]  # fmt: skip
+        assert was_cut_off(storage, "step-2")
+        (tmp_path / "step-2").mkdir()
+        (tmp_path / "step-2" / "hook.txt").write_text("x")
+        set_aside_uncommitted(storage)
+        assert (tmp_path / ".step-2.uncommitted-1").is_dir()
+        (tmp_path / "step-0").mkdir()  # no higher number: somebody else's
+        with storage.lock(".lock"):
+            (tmp_path / "step-3").mkdir()
+            assert set_aside_uncommitted(storage) == []
+        assert set_aside_uncommitted(storage) == ["step-3"]
+        assert (tmp_path / "step-0").is_dir()
+
+
+class TestTheWorker:
+    def test_it_copies_in_order_and_drops_the_oldest_beyond_its_backlog(self, root: MemoryStorage) -> None:
+        target, begun, gate, copied = new(), threading.Event(), threading.Event(), list[str]()
+
+        class Gated(PassedOn):
+            def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+                if key.startswith("a/"):
+                    begun.set()
+                    assert gate.wait(20)
+                super().write(key, pieces, over=over)
+
+        worker = MirrorWorker(Copies(root, Gated(target.url)), on_copied=copied.append)
+        assert (worker.backlog, worker.newest, worker.is_copying, worker.error) == (2, None, False, None)
+        worker.start([])
+        made = {name: save(root, name, sequence=number) for number, name in enumerate("abcd")}
+        worker.enqueue(made["a"])
+        assert begun.wait(20)
+        for name in "bcd":
+            worker.enqueue(made[name])
+        assert worker.is_copying
+        assert not worker.is_free("d")
+        gate.set()
+        worker.close()
+        assert copied == [made[name].id for name in "acd"]
+        assert [name for name in "abcd" if find(target, name).committed] == ["a", "c", "d"]
+        assert worker.error is None
+        with ExitStack() as stack:
+            lock_root(target, stack)
+
+    def test_what_the_last_run_has_not_copied_is_copied_by_the_next(self, root: MemoryStorage) -> None:
+        target = new()
+        made = [save(root, name, sequence=number) for number, name in enumerate("abc", 1)]
+        save(target, "a", sequence=1)
+        worker = MirrorWorker(Copies(root, target))
+        worker.start([Summary.of(each) for each in reversed(made)])
+        worker.close()
+        assert [name for name in "abc" if find(target, name).committed] == ["a", "b", "c"]
+        newer = save(root, "d", sequence=9)
+        again = MirrorWorker(Copies(root, target))
+        again.start([replace(Summary.of(newer), id="another")])
+        again.close()
+        assert not find(target, "d").committed
+
+    def test_a_failure_is_kept_until_a_copy_succeeds(
+        self, root: MemoryStorage, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        target = new()
+        worker = MirrorWorker(Copies(root, target))
+        worker.start([])
+        bad = save(root, "a", {"x": b"1"}, sequence=1)
+        root.write("a/x", [b"2"])
+        worker.enqueue(bad)
+        worker.close()
+        assert [worker.error is None] == [False]
+        assert "a is not copied" in caplog.text
+        good = save(root, "b", sequence=2)
+        worker.enqueue(good)
+        worker.close()
+        assert [worker.error is None] == [True]
+        assert find(target, "b").committed
+
+    def test_the_rate_is_limited_by_pauses(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock, paused = [0.0], list[float]()
+        monkeypatch.setattr(mirror, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+        throttle, sizes = Throttle(10.0, paused.append), list[float]()
+        pieces = [memoryview(b"x" * 20), memoryview(b"x" * 10)]
+        assert list(throttle.limit(pieces, sizes.append)) == pieces
+        assert (sizes, paused) == ([20, 10], [2.0, 3.0])
+        clock[0] = 2.5
+        throttle.passed(0)
+        clock[0] = 9.0
+        throttle.passed(0)
+        assert paused[2:] == [0.5, 0.0]
+        Throttle(None, paused.append).passed(100)
+        assert paused[-1] == 0.0

@@ -24,12 +24,21 @@ from ckpt.ranks.consensus import SingleProcess
 from ckpt.ranks.hosts import Hosts
 from ckpt.save import capture as capturing
 from ckpt.save import transaction
-from ckpt.save.capture import StateCapture, are_dense, sharded_replicas
+from ckpt.save.capture import (
+    CapturedState,
+    ComparisonHistory,
+    LiveState,
+    StateCapture,
+    are_dense,
+    sharded_replicas,
+)
 from ckpt.save.rank_description import outlines_match
 from ckpt.save.rank_differences import judge, mistaken_names, refuse_to_mix, unite_parts
 from ckpt.save.read_back import CommittedFiles, DiskProblem, Repair, RepairReport
-from ckpt.save.root_writer import RootWriter
+from ckpt.save.root_writer import Lineage, Links, RootWriter
 from ckpt.save.saver import QueuedSave, SaveQueue, Saver, SaveReport, SaveReports
+from ckpt.save.snapshot.snapshots import Snapshot, Snapshots
+from ckpt.save.snapshot.tensor_copies import Group, Leaves, TensorCopy
 from ckpt.save.transaction import SaveRequest, make_room, merge_reports
 from ckpt.state import rng
 from ckpt.state.parts import ObjectPart
@@ -653,3 +662,27 @@ class TestAdvice:
                 if not is_shared:
                     os.link(tmp_path / "a" / "x", tmp_path / "link")
             (tmp_path / "link").unlink()
+
+
+def test_what_nobody_has_said() -> None:
+    captured = CapturedState(0, {})
+    assert (captured.writes_common, captured.trusted, captured.files) == (True, True, [])
+    assert (ComparisonHistory().trusted, StateCapture(SingleProcess()).compares) == (True, True)
+    assert Repair() == Repair("", is_unproven=False, is_damage=False)
+    lineage = Lineage()
+    assert (lineage.sequence, lineage.has_resumed, lineage.parent, Links().are_known) == (0, False, None, False)
+    assert Snapshot({}).in_host_memory
+    assert (Group().size, Leaves({}, {}).are_dense, TensorCopy("", torch.ones(1), 0).is_live) == (0, True, False)
+    assert not SaveRequest("a", lambda: LiveState, {}).check_room  # type: ignore[arg-type, return-value]
+    root = RootWriter(open_storage("memory://unsaid"), SingleProcess())
+    made = transaction.SaveTransaction(
+        root,
+        Snapshots(),
+        SingleProcess(),
+        ComparisonHistory(),
+        SaveRequest("a", lambda: LiveState, {}),  # type: ignore[arg-type, return-value]
+    )
+    assert (made.linked, made.attended, made.number, made.detached) == (0, False, 0, False)
+    history = ComparisonHistory(reported={"model"})
+    history.distrust()
+    assert (history.trusted, history.reported) == (False, set())
