@@ -9,7 +9,9 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 
+import ckpt
 from ckpt.cli import demo
 from ckpt.errors import CkptError, ConfigError, LockedError
 from ckpt.root.catalog import list_checkpoints
@@ -147,3 +149,46 @@ def test_a_loss_that_differs_is_red_among_green_ones(capsys: pytest.CaptureFixtu
     _, *equal, last = capsys.readouterr().out.strip().splitlines()
     assert all("\x1b[32m" in line and "\x1b[31m" not in line for line in equal)
     assert "\x1b[31m" in last
+
+
+def test_both_last_checkpoints_are_shown_file_by_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = demo.Plan(str(tmp_path), STEPS)
+    assert (plan.save_every, plan.killed_at, plan.cut_off) == (6, 30, "step-00000030")
+    for name in (demo.STRAIGHT, demo.INTERRUPTED):
+        torch.manual_seed(0)
+        with ckpt.StateManager(plan.folder(name), model=torch.nn.Linear(2, 2)) as manager:
+            manager.save_state("last", wait=True)
+    capsys.readouterr()
+    assert demo.show_last(plan)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "The last checkpoint, last, in both runs:"
+    assert [line.split()[0] for line in lines[3:]] == [
+        "model.safetensors", "rank-00000.json", "state.json", "manifest.json",
+    ]  # fmt: skip
+    assert [("identical" in line, "DIFFERENT" in line) for line in lines[3:]] == [(True, False)] * 3 + [(False, False)]
+    assert lines[3].endswith("weights, as any tool reads them")
+    assert lines[-1].endswith("hashes; written last: the commit")
+    (tmp_path / demo.STRAIGHT / "last" / "state.json").write_text("{}")
+    assert not demo.show_last(plan)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if "DIFFERENT" in line] == ["state.json"]
+    straight, killed, resumed = (demo.Run(dict.fromkeys(range(*ends), 1.0)) for ends in ((1, 49), (1, 31), (25, 49)))
+    assert not demo.show_report(plan, straight, killed, resumed)  # the losses are the same, and the bytes are not
+    assert "step-00000030 was cut off; the new process resumed from step-00000024." in capsys.readouterr().out
+
+
+def test_what_a_demo_says_at_its_end(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    demo._show_verdict(48, same=True)
+    demo._show_verdict(48, same=False)
+    demo._show_next(demo.Plan("a b", STEPS))
+    demo._show_done("label", "text")
+    monkeypatch.setenv("COLUMNS", "30")
+    demo._show_quoted("Said:", "one two three four five six seven eight\nshort")
+    assert capsys.readouterr().out == (
+        "\nBIT-IDENTICAL: weights, optimizer, generators and all 48 losses.\n"
+        "\nNOT IDENTICAL: the resumed run did not end as the straight one. A bug in ckpt!\n"
+        "\nThe checkpoints of both runs are in a b. Look at them:\n\n"
+        "  ckpt ls 'a b/interrupted'\n  ckpt verify 'a b/interrupted'\n"
+        "label                text\n"
+        "\nSaid:\n\n  one two three four five six\n                  seven eight\n  short\n"
+    )
+    assert demo.Run({25: 1.0, 26: 1.0}).began == 24
