@@ -67,6 +67,7 @@ def root(moto: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"s3://{BUCKET}/test-{next(_numbers)}"
 
 
+@pytest.mark.long  # the contract holds on SeaweedFS: what moto does otherwise is in the tests below
 class TestMoto(StorageContract):
     @pytest.fixture
     def storage(self, root: str) -> Storage:
