@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from ckpt.state import rng
 from ckpt.state.model import ModelPart
 from ckpt.state.parts import LEFT, WHOLE_PART, Notes, ObjectPart
 from ckpt.storage import LocalStorage, MemoryStorage, open_storage
+from ckpt.util.console import PROGRESS_MIN_BYTES
 from tests.helpers.byte_checkpoints import MOMENT
 from tests.helpers.stateful import Stateful
 
@@ -118,6 +120,23 @@ class TestTheReader:
         reader.manifest = signed
         reader.read_live(verified=True)
         assert calls == ["read", "verified", "verified"]
+
+    def test_progress_is_shown_in_bytes_on_the_main_rank_where_there_are_many(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        reader, asked = saved_reader(tmp_path, {"a": torch.arange(4.0)}), list[tuple[Any, ...]]()
+        monkeypatch.setattr(
+            reading, "progress_bar", lambda text, size, *, in_bytes, show: asked.append((text, size, in_bytes, show))
+        )
+        for rank, size in ((0, PROGRESS_MIN_BYTES), (0, PROGRESS_MIN_BYTES + 1), (1, PROGRESS_MIN_BYTES + 1)):
+            reader.rank = rank
+            piece: Any = SimpleNamespace(size=size)
+            reader._bar("loading", [piece])
+        assert asked == [
+            ("loading a", PROGRESS_MIN_BYTES, True, False),
+            ("loading a", PROGRESS_MIN_BYTES + 1, True, True),
+            ("loading a", PROGRESS_MIN_BYTES + 1, True, False),
+        ]
 
     def test_a_document_that_is_not_listed_is_damage(self, tmp_path: Path) -> None:
         reader = saved_reader(tmp_path, {"a": torch.arange(4.0)})
@@ -261,15 +280,24 @@ class TestWhereANameLeads:
 
     def test_elsewhere_is_no_tier(self, tmp_path: Path) -> None:
         root, other, followed = tmp_path / "root", tmp_path / "other", list[int]()
+        paused: list[int] = []
+
+        @contextmanager
+        def pause() -> Iterator[None]:
+            paused.append(1)
+            yield
+
         for folder in (root, other):
             with ckpt.StateManager(folder, model=nn.Linear(1, 1)) as manager:
                 manager.save_state("a", wait=True)
         with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
             loader = manager.session.loader
             loader.follow = lambda manifest, damaged, tier, passed_over: followed.append(tier)
+            loader.pause_staging = pause
             manager.load_state("a")
             manager.load_state(str(other / "a"))
         assert followed == [0, ELSEWHERE]
+        assert paused == [1, 1]
 
     def test_a_load_that_failed_half_way_is_remembered_until_one_succeeds(self, tmp_path: Path) -> None:
         with ckpt.StateManager(tmp_path, model=nn.Linear(1, 1)) as manager:

@@ -37,6 +37,7 @@ from ckpt.root.catalog import (
     copy_problems,
     find,
     find_manifest,
+    list_checkpoints,
     manifest_bytes,
     manifests_of_run,
     mark_save,
@@ -466,6 +467,17 @@ class TestListing:
         root.write(f"a/{COPY_NAME}", [root.read(f"a/{COPY_NAME}")[:-1]])
         assert Overview.of(root).to_mend == ["a"]
 
+    def test_where_nothing_is_listed_the_root_itself_is_looked_for(
+        self, root: MemoryStorage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[object] = []
+        monkeypatch.setattr(catalog, "check_exists", asked.append)
+        assert list_checkpoints(root) == []
+        assert asked == [root]
+        save(root, "a")
+        assert len(list_checkpoints(root)) == 1
+        assert asked == [root]
+
     def test_in_a_notebook_it_is_a_table(self, root: MemoryStorage) -> None:
         listed = manifest(
             metrics={"loss": 0.5, "f1": 2.0},
@@ -530,6 +542,9 @@ class TestTheHistory:
         assert [(save.summary.name, dict(save.seconds)) for save in again.saves] == [("b", {}), ("a", seconds)]
         assert again.saves == history.saves
         assert [save.summary.name for save in again.without([saved])] == ["b"]
+        assert not History(root).lacks_save(saved)  # it reads what is stored
+        again.add(manifest("a", seconds={"total": 9.0}))
+        assert dict(again.saves[1].seconds) == seconds  # the first word counts
         assert again.left_out == 0
 
     def test_of_one_moment_the_sequence_decides(self, root: MemoryStorage) -> None:

@@ -633,8 +633,14 @@ class TestKeep:
             ({"last": 0}, "1 or more"),
             ({"best": -1}, "0 or more"),
         ):
-            with pytest.raises(ConfigError, match=why):
+            with pytest.raises(ConfigError, match=why) as raised:
                 Keep(**options)
+            assert ("needs" in str(raised.value)) == ("needs" in why)
+        wrong: list[dict[str, Any]] = [{"best": -1, "metric": None}, {"metric": 3}, {"best": 2, "metric": 3}]
+        for each in wrong:
+            with pytest.raises(ConfigError) as raised:
+                Keep(**each)
+            assert "needs" not in str(raised.value)  # said of what is right in itself alone
 
 
 def test_stored_files_are_read_as_they_are(root: MemoryStorage) -> None:

@@ -289,6 +289,19 @@ class TestHostsWithRootsOfTheirOwn:
         for root in (roots[0], roots[2]):
             assert ckpt.verify(root.url) == {"a": []}
 
+    def test_stages_are_one_model_of_which_each_host_has_what_its_ranks_hold(
+        self, roots: Mapping[int, Storage]
+    ) -> None:
+        ranks = self.ranks(roots)
+        for number, rank in enumerate(ranks):
+            rank.layout = "sharded"
+            rank.parts = [ModelPart("model", nn.ModuleDict({f"stage{number // 2}": linear(number // 2 + 1.0)}))]
+        assert everywhere(ranks, Rank.save) == [""] * 4
+        close(ranks)
+        for number in range(4):
+            files = {entry.key for entry in roots[number].list("a")}
+            assert any(f"0000{number}" in key and "model" in key for key in files), (number, files)
+
     def test_copies_must_be_the_same(self, roots: Mapping[int, Storage]) -> None:
         ranks = self.ranks(roots)
         ranks[2].parts = [ModelPart("model", linear(2.0))]

@@ -34,7 +34,7 @@ from ckpt.save.capture import (
 )
 from ckpt.save.rank_description import outlines_match
 from ckpt.save.rank_differences import judge, mistaken_names, refuse_to_mix, unite_parts
-from ckpt.save.read_back import CommittedFiles, DiskProblem, Repair, RepairReport
+from ckpt.save.read_back import CommittedFiles, DiskProblem, Repair, RepairReport, _Reading
 from ckpt.save.root_writer import Lineage, Links, RootWriter
 from ckpt.save.saver import QueuedSave, SaveQueue, Saver, SaveReport, SaveReports
 from ckpt.save.snapshot.snapshots import Snapshot, Snapshots
@@ -280,6 +280,26 @@ class TestTheSaver:
         assert asked == [True]
         with saver.reading():
             assert paused == ["yes"]
+        saver.close()
+
+    def test_what_is_not_kept_is_removed_after_each_save(self, tmp_path: Path) -> None:
+        saver = Saver(RootWriter(open_storage(tmp_path), SingleProcess(), keep=ckpt.Keep(last=1)))
+        for name in ("a", "b"):
+            saver.save(request(name), wait=True)
+            assert [found.name for found in ckpt.list_checkpoints(tmp_path)] == [name]
+        saver.close()
+
+    def test_what_was_repaired_is_copied_to_the_mirror_again(self, tmp_path: Path) -> None:
+        storage: Any = open_storage(tmp_path)
+        root, enqueued = RootWriter(storage, SingleProcess()), list[Any]()
+        saver = Saver(root)
+        saver.save(request(), wait=True)
+        read = _Reading(root, storage, CommittedFiles("a", "id", (), {}), frozenset(), always=True)
+        read._mirror_again()
+        root.mirror = SimpleNamespace(enqueue=enqueued.append)  # type: ignore[assignment]
+        read._mirror_again()
+        root.mirror = None
+        assert [manifest.name for manifest in enqueued] == ["a"]
         saver.close()
 
     def test_ranks_talk_no_more_than_they_must(self, tmp_path: Path) -> None:
