@@ -3,7 +3,7 @@
 CkptError
 ├── ConfigError            an option, name or URL that cannot be used (also a ValueError)
 │   └── SchemeError        a URL whose scheme no storage serves
-├── StateError             the live objects and a checkpoint do not go together
+├── StateError             the live objects and a checkpoint do not fit together
 │   ├── UnsupportedError   a value that cannot be held in a checkpoint, named by its path
 │   ├── MismatchError      missing or unexpected keys, other shapes, other dtypes
 │   └── MetricError        a metric that cannot be ranked
@@ -47,7 +47,7 @@ class SchemeError(ConfigError):
 
 
 class StateError(CkptError):
-    """The live objects and a checkpoint do not go together."""
+    """The live objects and a checkpoint do not fit together."""
 
 
 class UnsupportedError(StateError):

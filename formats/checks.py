@@ -31,7 +31,7 @@ def checked_sizes(values: Iterable[object]) -> Sizes:
     for value in values:
         if type(value) is not int or not 0 <= value < _SIZE_LIMIT:
             shown = value if isinstance(value, int | float) else f"a {type(value).__name__}"
-            raise ValueError(f"there are no sizes or offsets such as {shown}")
+            raise ValueError(f"sizes and offsets can't be {shown}")
         listed.append(value)
     return tuple(listed)
 
@@ -40,7 +40,7 @@ def checked_shape(values: Iterable[object]) -> Sizes:
     """The shape of a tensor from a file. Dimensions of size 0 do not make the others' product harmless to torch."""
     shape = checked_sizes(values)
     if len(shape) > MOST_DIMENSIONS or math.prod(max(1, size) for size in shape) > _ELEMENT_LIMIT:
-        raise ValueError(f"no tensor has the shape {list(shape)}")
+        raise ValueError(f"a tensor can't have the shape {list(shape)}")
     return shape
 
 

@@ -37,7 +37,7 @@ def verify(url: str, *, repair: bool, sources: tuple[str, ...], as_json: bool, *
     with the same bytes.
 
     Exits with status 1 if a checkpoint is damaged or can't be read. A run may use the root meanwhile: a checkpoint that
-    is just being saved or removed is no fault.
+    is just being saved or removed does not count as damaged.
 
     \b
     ckpt verify runs/mrpc/step-00001000

@@ -19,7 +19,7 @@ def checked_metrics(metrics: Any) -> dict[str, Any]:
         raise MetricError(f"metrics must be a dict of names and numbers, not {metrics!r}.")
     unfit = [key for key, value in (metrics or {}).items() if not isinstance(key, str) or not _is_one_number(value)]
     if unfit:
-        raise MetricError(f"metrics must have one number for each name: {', '.join(map(repr, unfit))} is not.")
+        raise MetricError(f"metrics must have one number for each name: {', '.join(map(repr, unfit))} is not a number.")
     return {key: _detached(value) for key, value in (metrics or {}).items()}
 
 

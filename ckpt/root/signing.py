@@ -139,7 +139,7 @@ def _loaded(text: str, what: str, *, private: bool) -> Any:
         load = crypto.serialization.load_pem_private_key if private else crypto.serialization.load_pem_public_key
         key = load(text.encode(), None) if private else load(text.encode())
     if not isinstance(key, kind):
-        raise ConfigError(f"{what} is no Ed25519 key. 'ckpt key new PATH' makes one.")
+        raise ConfigError(f"{what} is not an Ed25519 key. 'ckpt key new PATH' makes one.")
     return key
 
 

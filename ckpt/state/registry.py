@@ -155,7 +155,7 @@ class PlainValues(UserDict[str, Any]):
         self._is_loaded = False
 
     def __missing__(self, name: str) -> Any:
-        raise KeyError(f"{name!r} is no value of this run. There are: {', '.join(map(repr, self)) or 'none'}")
+        raise KeyError(f"{name!r} is not a value of this run. There are: {', '.join(map(repr, self)) or 'none'}")
 
     def __setitem__(self, name: str, value: Any) -> None:
         if not isinstance(name, str):

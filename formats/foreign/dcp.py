@@ -269,7 +269,7 @@ def _values(storage: Mapping[Described, Described]) -> dict[str, Mapping[str, An
 
 def _sizes(size: Described) -> Sizes:
     if size.name != _SIZE:
-        raise ValueError(f"{size.name} stands where a size should")
+        raise ValueError(f"{size.name} is in the place of a size")
     return checked_shape(size.arguments[0])
 
 

@@ -278,7 +278,7 @@ def _plain(value: Any) -> Any:
 
 def tensor_in(value: Any) -> PiecedTensor:
     if not isinstance(value, PiecedTensor):
-        raise ValueError(f"a {type(value).__name__} stands where a tensor should")
+        raise ValueError(f"a {type(value).__name__} is in the place of a tensor")
     return value
 
 

@@ -193,7 +193,7 @@ def numpy_array(shape: Any, description: Any, data: bytes | memoryview) -> Any:
     import numpy as np
 
     if len(data) != numpy_size(shape, description):
-        raise ValueError(f"{len(data)} bytes are no array of {shape} {description}")
+        raise ValueError(f"{len(data)} bytes don't make an array of {shape} {description}")
     array = np.zeros(shape, dtype=_numpy_dtype(description))
     if len(data):
         array.reshape(-1).view(np.uint8)[:] = np.frombuffer(data, dtype=np.uint8)
@@ -443,7 +443,7 @@ class Decoder:
         if tag == "$items":
             found = {self._decode(key, depth): self._decode(value, depth) for key, value in inner}
             if len(found) != len(inner):
-                raise ValueError("a key is there twice")
+                raise ValueError("a key appears twice")
             return found
         if tag in ("$numpy", "$ndarray"):
             return self._numpy(tag, inner, depth)
@@ -460,7 +460,7 @@ class Decoder:
         if not isinstance(tensor, torch.Tensor) or is_sharded(tensor) or tensor.stride() == wanted:
             return tensor  # a placeholder, before reading; or memory that is in use
         if not is_permuted(tensor.shape, wanted):
-            raise ValueError(f"a tensor of shape {list(tensor.shape)} has no strides {list(wanted)}")
+            raise ValueError(f"a tensor of shape {list(tensor.shape)} can't have the strides {list(wanted)}")
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, wanted)
         if key not in self._strided:  # tied tensors are one again
             laid = torch.empty_strided(tensor.shape, wanted, dtype=tensor.dtype, device=tensor.device)

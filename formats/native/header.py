@@ -137,13 +137,13 @@ def parsed(text: str | bytes) -> dict[str, Any]:
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a name appears twice")
     return found
 
 
 def _texts(value: Any) -> dict[str, str]:
     if any(not isinstance(text, str) for text in of_type(dict, value).values()):
-        raise ValueError("its metadata are not texts")
+        raise ValueError("its metadata is not text")
     return of_type(dict, value)
 
 

@@ -83,7 +83,7 @@ class ShardTable:
             layouts = dict(enumerate(layout_from_json(layout, world_size) for layout in fields["layouts"]))
             rows = {name: _spec_from_json(row, layouts) for name, row in fields["tensors"].items()}
             if not all(isinstance(stored, str) for stored in fields["aliases"].values()):
-                raise ValueError("an alias is no name")
+                raise ValueError("an alias is not a name")
             if manifest and sum(spec.shards for spec in rows.values()) * _LEAST_ENTRY > manifest.size + _ALWAYS_READ:
                 raise ValueError("it has more shards than the files of the checkpoint have room for")
             return cls(rows, dict(fields["aliases"]))

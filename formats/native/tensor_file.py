@@ -67,7 +67,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def dtype_of(name: str) -> torch.dtype:
     """The inverse of `dtype_name`, for the dtypes that a stored tensor may have. Nothing else is ever looked up."""
     if name not in NAMES:
-        raise ValueError(f"{name!r} is no dtype of a stored tensor")
+        raise ValueError(f"{name!r} is not a dtype that ckpt stores")
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"this torch ({torch.__version__}) has no dtype {name!r}")

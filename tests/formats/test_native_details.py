@@ -126,13 +126,13 @@ class TestChecks:
     def test_sizes_and_shapes_are_taken_up_to_their_limits(self) -> None:
         assert checked_sizes([0, HUGE - 1]) == (0, HUGE - 1)
         for wrong in (-1, HUGE, True, 1.0, "1", None):
-            with pytest.raises(ValueError, match="no sizes or offsets such as"):
+            with pytest.raises(ValueError, match="sizes and offsets can't be"):
                 checked_sizes([1, wrong])
         assert checked_shape([1] * MOST_DIMENSIONS) == (1,) * MOST_DIMENSIONS
         assert checked_shape([HUGE // 16]) == (HUGE // 16,)
         assert checked_shape([0, HUGE // 16, 0]) == (0, HUGE // 16, 0)
         for shape in ([1] * (MOST_DIMENSIONS + 1), [HUGE // 16 + 1], [0, HUGE // 16 + 1], [HUGE // 16, 2]):
-            with pytest.raises(ValueError, match="no tensor has the shape"):
+            with pytest.raises(ValueError, match="a tensor can't have the shape"):
                 checked_shape(shape)
 
     def test_strides_are_judged_by_where_they_lead(self) -> None:
@@ -278,7 +278,7 @@ class TestEncoder:
                 decoder.decode({tag: name})
         with pytest.raises(DamagedError, match=r"a value of an unknown kind, '\$new'\. Was it written by a newer"):
             decoder.decode({"$new": 1})
-        with pytest.raises(DamagedError, match="state is no state that ckpt writes: a key is there twice"):
+        with pytest.raises(DamagedError, match="state is no state that ckpt writes: a key appears twice"):
             decoder.decode({"$items": [[1, 2], [1, 3]]})
         with pytest.raises(DamagedError, match="a tensor of an unknown kind, 'os'"):
             decoder.decode({"$packed": {"kind": "os", "tensors": {}, "context": None}})
@@ -310,7 +310,7 @@ class TestEncoder:
         kept = Decoder(lambda _: tensor).decode(data)
         assert kept[0] is tensor
         assert Decoder(lambda _: "placeholder").decode(data) == ["placeholder", "placeholder"]
-        with pytest.raises(DamagedError, match=r"has no strides \[1, 4\]"):
+        with pytest.raises(DamagedError, match=r"can't have the strides \[1, 4\]"):
             Decoder(lambda _: stored["[0]"]).decode({"$strided": ["x", [1, 4]]})
         assert Encoder().encode(torch.zeros(4)[::2]) == {"$tensor": "value"}  # with gaps, it is stored without
 
@@ -323,7 +323,7 @@ class TestEncoder:
             numpy_size([(1 << 20) + 1], "|V0")
         with pytest.raises(ValueError, match="holds Python objects"):
             numpy_size([1], "|O")
-        with pytest.raises(ValueError, match="3 bytes are no array of"):
+        with pytest.raises(ValueError, match="3 bytes don't make an array of"):
             numpy_array([1], "<f4", b"123")
         values = [np.arange(6, dtype=">i2").reshape(2, 3), np.float32(1.5), np.zeros((0, 3)), np.array("x"),
                   np.array([(1, 2.0)], dtype=[("a", "<i4"), ("b", "<f8")]), np.bool_(True),
@@ -429,9 +429,9 @@ class TestHeaders:
             (with_header({"a": {**entry, "dtype": "X8"}}, b"12"), "a has an unknown dtype, 'X8'"),
             (with_header({"a": {**entry, "dtype": "U16"}}, b"12"), r"a: 2 bytes are no U16 of shape \[2\]"),
             (with_header({"a": {**entry, "data_offsets": [1, 3]}}, b"123"), "a tensor begins at byte"),
-            (with_header({"__metadata__": {"x": 1}}), "its metadata are not texts"),
+            (with_header({"__metadata__": {"x": 1}}), "its metadata is not text"),
             (with_header({"__metadata__": {"ckpt": "[]"}}), "a list stands where a dict should"),
-            (struct.pack("<Q", 17) + b'{"a": 1, "a": 2} ', "a name is there twice"),
+            (struct.pack("<Q", 17) + b'{"a": 1, "a": 2} ', "a name appears twice"),
             (with_header({"a": [1]}), "a list stands where a dict should"),
         ):
             for read in (Header.read, outlines):
@@ -650,9 +650,9 @@ class TestTensorFiles:
             if (name, entry["shape"]) == ("complex32", [4]):
                 continue
             broken = with_header({"__metadata__": {"ckpt": json.dumps({"dtypes": {"x": name}})}, "x": entry}, b"1234")
-            with pytest.raises(DamagedError, match=r"are no elements of|is no dtype of a stored tensor"):
+            with pytest.raises(DamagedError, match=r"are no elements of|is not a dtype that ckpt stores"):
                 opened(broken)
-        with pytest.raises(ValueError, match="'quint4x2' is no dtype of a stored tensor"):
+        with pytest.raises(ValueError, match="'quint4x2' is not a dtype that ckpt stores"):
             dtype_of("quint4x2")
         monkeypatch.setattr(tensor_file, "NAMES", {"float99", "save"})
         for name in ("float99", "save"):
@@ -817,7 +817,7 @@ class TestShardTables:
                     ["int8", [3], 1, 2]):  # fmt: skip
             with pytest.raises(DamagedError, match=r"^the shard table of a part is no table that ckpt writes"):
                 ShardTable.from_json({**data, "tensors": {"x": row}})
-        with pytest.raises(DamagedError, match="an alias is no name"):
+        with pytest.raises(DamagedError, match="an alias is not a name"):
             ShardTable.from_json({**data, "aliases": {"a": "x", "b": 1}})
         with pytest.raises(DamagedError):
             ShardTable.from_json(data, replace(MANIFEST, world_size=1))

@@ -172,7 +172,7 @@ def test_values_are_a_dict_of_plain_ones() -> None:
     assert "a" in values
     assert "z" not in values
     del values["c"]
-    with pytest.raises(KeyError, match=r"'c' is no value of this run\. There are: 'a', 'b'"):
+    with pytest.raises(KeyError, match=r"'c' is not a value of this run\. There are: 'a', 'b'"):
         values["c"]
     with pytest.raises(KeyError, match="There are: none"):
         PlainValues()["c"]
@@ -411,7 +411,7 @@ def test_what_is_given_without_a_keyword_is_refused() -> None:
     refuse_unnamed(None, [])
     model = _model()
     for root, others, words in ((model, [], "Linear"), ("runs/x", [model], "Linear"), (_sgd(model), [3], "SGD, int")):
-        with pytest.raises(TypeError, match=f"was given {words} too"):
+        with pytest.raises(TypeError, match=f"but got {words} too"):
             refuse_unnamed(root, others)
 
 
