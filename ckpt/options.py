@@ -338,14 +338,14 @@ class ManagerOptions(Options):
 
 
 def resolve_options(
-    options: Mapping[str, Any], what: str = "StateManager", *, objects: Collection[str] = ()
+    options: Mapping[str, Any], kind: type[ManagerOptions] = ManagerOptions, *, objects: Collection[str] = ()
 ) -> ManagerOptions:
     """The options of a manager from keywords. All nonsense is named at once.
 
     `objects`: what else may be given by name, for the error that names what may not.
     """
-    refuse_unknown(what, options, {*names_of(ManagerOptions), *objects}, inside())
-    return ManagerOptions(**{name: value for name, value in options.items() if value is not None})
+    refuse_unknown(kind.called, options, {*names_of(kind), *objects}, inside())
+    return kind(**{name: value for name, value in options.items() if value is not None})
 
 
 def inside() -> dict[str, str]:

@@ -82,6 +82,10 @@ _NOT_ATTACHED = (
 _DECIDED_ELSEWHERE = {"root", "save_every", "accelerator", *KINDS}  # by the Trainer and its arguments
 
 
+class _CallbackOptions(ManagerOptions):
+    called = "CkptCallback"
+
+
 def refuse_foreign_options(options: Mapping[str, Any]) -> None:
     """Refuse options of a manager that the Trainer and its arguments decide, and those that do not exist."""
     taken = {*names_of(ManagerOptions)} - _DECIDED_ELSEWHERE
@@ -127,7 +131,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, root: str | os.PathLike[str] | Storage, **options: Any) -> None:
         refuse_foreign_options(options)
-        self._options = resolve_options(options, "CkptCallback")
+        self._options = resolve_options(options, _CallbackOptions)
         self._tiers = self._options.open_tiers(root)
         self._storage = self._tiers[0]
         self._trainer: Trainer = None

@@ -372,6 +372,8 @@ def test_no_name_of_transformers_is_replaced_for_other_trainers(tmp_path: Path) 
 def test_options_that_are_the_arguments_to_say_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ckpt.ConfigError, match=r"no option save_every\. It takes .*TrainingArguments"):
         kept(tmp_path, save_every=3)
+    with pytest.raises(ckpt.ConfigError, match=r"^CkptCallback: memory=True must be a number of steps"):
+        kept(tmp_path, memory=True)
 
 
 def test_a_checkpoint_of_another_loop_is_refused_by_name(tmp_path: Path) -> None:
