@@ -118,7 +118,7 @@ class TestMerge:
         (tmp_path / "dir.safetensors").mkdir()
         for wrong, message in (
             (f"{tmp_path}/", "is a directory. Name the file"), ("dir.safetensors", "is a directory. Name the file"),
-            ("a/m.bin", "cannot be written to"), ("s3://m.safetensors", "cannot be written to"),
+            ("a/m.bin", "is not a file that ckpt can write"), ("s3://m.safetensors", "is not a file that ckpt can write"),
         ):  # fmt: skip
             with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
                 _Destination.parse(wrong, None)
@@ -181,7 +181,7 @@ class TestFolders:
             assert new.parent == final.parent
             assert new.name.startswith(".out.")
         assert (final / "a").read_text() == "1"
-        with pytest.raises(ConfigError, match="is there already, and is kept as it is"), atomic_folder(final):
+        with pytest.raises(ConfigError, match="already exists, and ckpt does not overwrite it"), atomic_folder(final):
             pass
 
         def interrupted() -> None:
@@ -213,15 +213,15 @@ class TestFolders:
         (tmp_path / "link").symlink_to("real")
         monkeypatch.chdir(tmp_path / "real")
         for place, message in (
-            (tmp_path / "file", "is not a directory of its own"), (tmp_path / "link", "is not a directory of its own"),
-            (tmp_path / "real", "is the current folder, or around it"), (tmp_path, "is the current folder, or around"),
+            (tmp_path / "file", "is not a plain directory"), (tmp_path / "link", "is not a plain directory"),
+            (tmp_path / "real", "is the current folder, or contains it"), (tmp_path, "or contains it"),
         ):  # fmt: skip
             with pytest.raises(ConfigError, match=message), atomic_folder(place, over=True):
                 pass
         refuse_checkpoints(tmp_path)
         (tmp_path / "real" / "manifest.json").touch()
         for folder in (tmp_path, tmp_path / "real"):
-            with pytest.raises(ConfigError, match="holds checkpoints, and is kept as it is"):
+            with pytest.raises(ConfigError, match="holds checkpoints, and ckpt does not overwrite them"):
                 refuse_checkpoints(folder)
 
     def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(self, tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ class TestFolders:
             new.write_text("1")
             assert not final.exists()
         assert final.read_text() == "1"
-        with pytest.raises(ConfigError, match="is there already, and is kept as it is"), atomic_file(final):
+        with pytest.raises(ConfigError, match="already exists, and ckpt does not overwrite it"), atomic_file(final):
             pass
 
         def overtaken() -> None:

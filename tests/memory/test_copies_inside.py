@@ -244,7 +244,7 @@ class TestLink:
             raise ValueError("no group")
 
         monkeypatch.setattr("torch.distributed.new_group", refused)
-        with pytest.raises(LinkError, match="the hosts cannot be connected: no group"):
+        with pytest.raises(LinkError, match="the hosts can't connect to each other: no group"):
             HostLink.connect((0, 2), SingleProcess())
 
 
@@ -304,7 +304,7 @@ class TestReplicas:
         assert found.is_off
         assert link.closing
         assert [record.message for record in caplog.records] == [
-            "Memory(replicas=1) has no effect: cut. Snapshots are kept by their own host."
+            "Memory(replicas=1) has no effect: cut. Each host keeps only its own snapshots."
         ]
 
     def test_hosts_are_connected_once_and_only_where_there_are_several(
@@ -502,7 +502,7 @@ class TestSlots:
                 manager.step()
             if saved:
                 manager.save_state()
-        assert ("the run ends with step 2 in memory alone" in caplog.text) == (not saved)
+        assert ("the run ends with step 2 only in memory" in caplog.text) == (not saved)
 
 
 class TestPlaces:

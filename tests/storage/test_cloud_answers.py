@@ -174,7 +174,7 @@ class TestObjects:
         store.page = lambda prefix, marker: ([], f"{marker or ''}x")  # type: ignore[method-assign]
         objects_most, objects._MOST_PAGES = objects._MOST_PAGES, 5
         try:
-            with pytest.raises(StorageError, match="lists without an end: more than 5 pages"):
+            with pytest.raises(StorageError, match="sends an endless list: more than 5 pages"):
                 list(cloud.entries(""))
         finally:
             objects._MOST_PAGES = objects_most
@@ -345,7 +345,7 @@ class TestGcs:
         assert {call["address"] for call in asked} == {"/path/a/rewriteTo/b/b/o/b%20c"}
         answers[:] = [b'{"rewriteToken": "t"}']
         monkeypatch.setattr(gcs, "_MOST_REWRITES", 3)
-        with pytest.raises(StorageError, match="the server copies without an end"):
+        with pytest.raises(StorageError, match="the server's copy never ends"):
             made.copy("a", "b", 3, retried)
 
     def test_a_url_names_its_bucket_and_prefix(self, monkeypatch: pytest.MonkeyPatch) -> None:
