@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt.errors import DamagedError
+from ckpt.errors import DamagedError, MissingError
 from ckpt.formats import fingerprint
 from ckpt.formats.foreign import torch_files, torch_save, torch_write
 from ckpt.formats.foreign.deepspeed import master_weight
@@ -205,7 +205,8 @@ class TestOthers:
         assert master_weight({"param": flat}, (6,), "file") is flat
         shaped = master_weight(flat, (2, 3), "file")
         assert shaped.shape == (2, 3)
-        assert shaped.pieces[0].region.sizes == (2, 3)
+        region = shaped.pieces[0].region
+        assert (region.sizes, region.start, region.where) == ((2, 3), 0, "file")
         for shape in ((7,), (2, 2)):
             with pytest.raises(
                 DamagedError, match="file is no part of a universal checkpoint: 6 elements are none of shape"
@@ -228,6 +229,8 @@ class TestOthers:
             assert list(save(rest).tensors("model")) == ["decoder.weight"]
             with pytest.raises(DamagedError):
                 save(part).tensors("model")
+            with pytest.raises(MissingError, match=r"no tensors of a part 'optimizer'\. Parts with tensors: model\."):
+                save(rest).tensors("optimizer")
 
     def test_tensors_of_special_kinds_are_found_wherever_they_are(self) -> None:
         class Special(torch.Tensor):
@@ -270,6 +273,9 @@ class TestLayouts:
         assert [grid.box((4, 6), rank).offsets for rank in range(4)] == [(0, 0), (0, 3), (2, 0), (2, 3)]
         both = Layout((2, 2), (0, 1, 2, 3), ("S0", "S0"))
         assert [both.box((8,), rank).ranges for rank in range(4)] == [[(0, 2)], [(2, 2)], [(4, 2)], [(6, 2)]]
+        assert Layout((2, 3), tuple(range(6)), ("S0", "S0")).box((4,), 2) == Box((4,), (0,))  # empty: at the end
+        turned = Layout((2, 2), (0, 1, 2, 3), ("S0/2", "S0"))
+        assert [turned.box((8,), rank).ranges for rank in range(4)] == [[(0, 2)], [(4, 2)], [(2, 2)], [(6, 2)]]
         mixed = Layout((2, 2), (4, 5, 6, 7), ("R", "S0"))
         assert mixed.copies == 2
         assert [mixed.copy_of(rank) for rank in (4, 5, 6, 7)] == [0, 0, 1, 1]

@@ -717,6 +717,7 @@ class TestTensorFiles:
         assert [one[0] for one in plan.contents[1:]] == in_file_order(tensors)
         assert plan.contents[0] == bytes(next(plan.pieces()))
         assert plan.head == len(bytes(next(plan.pieces())))
+        assert plan.size == len(b"".join(plan.pieces()))
         turned = {**shards, "t": Shard.whole(torch.arange(6.0).reshape(2, 3).t())}
         assert not plan_file("path", turned).in_memory
         assert opened(b"".join(plan_file("path", turned).pieces())).tensor("t").tolist() == [[0, 3], [1, 4], [2, 5]]
