@@ -5,7 +5,7 @@ XXH3-128 of that. The fingerprint is XXH3-128 of the chunks' hashes, one after t
 docs/format.md says it byte by byte.
 
 Tensors in host memory are hashed by the library xxhash. Tensors on a device are hashed where they are: all chunks side
-by side, by one kernel of Triton's (`fingerprint_kernel.py`), or by PyTorch's operators where there is no Triton. What
+by side, by one kernel of Triton's (`xxh3_kernels.py`), or by PyTorch's operators where there is no Triton. What
 crosses the bus are 16 bytes per chunk. XXH3 finds accidents, not attacks: signatures use SHA-256.
 """
 
@@ -41,6 +41,7 @@ SECRET = bytes.fromhex(
     "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
     "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
 )
+SCRAMBLE, LAST_STRIPE = len(SECRET) - 64, len(SECRET) - 71  # where the secrets of these begin
 PRIME = 0x9E3779B1
 _PRIMES = (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5)
 _AVALANCHE = 0x165667919E3779F9
@@ -113,12 +114,16 @@ class Chunks(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Sequence[int]) -> Chunks:
-        total = torch.tensor(sizes, dtype=torch.int64)
-        counts = (total + (CHUNK - 1)) // CHUNK
-        owner = torch.repeat_interleave(counts)
-        first = torch.cumsum(counts, 0) - counts
-        start = (torch.arange(len(owner)) - first[owner]) * CHUNK
-        return cls(owner, start, (total[owner] - start).clamp(max=CHUNK))
+        return cls(*divided(sizes, CHUNK))
+
+
+def divided(sizes: Sequence[int], limit: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Parts of at most `limit`: the number of what each is a part of, its start in that, and its size."""
+    total = torch.tensor(sizes, dtype=torch.int64)
+    counts = (total + (limit - 1)) // limit
+    owner = torch.repeat_interleave(counts)
+    start = (torch.arange(len(owner)) - (torch.cumsum(counts, 0) - counts)[owner]) * limit
+    return owner, start, (total[owner] - start).clamp(max=limit)
 
 
 def _enqueued(device: torch.device, tensors: Mapping[Key, torch.Tensor]) -> Callable[[], dict[Key, str]]:
@@ -160,7 +165,7 @@ def device_hashes(flat: Sequence[torch.Tensor], chunks: Chunks) -> torch.Tensor:
     device = flat[0].device
     lanes = _lanes_by_kernel if device.type == "cuda" and _has_kernel() else _lanes
     padded = (chunks.size + (BLOCK - 1)) // BLOCK * BLOCK
-    return _merged(lanes(flat, chunks), padded.to(device))
+    return merged(lanes(flat, chunks), padded.to(device))
 
 
 @cache
@@ -177,15 +182,19 @@ def _has_kernel() -> bool:
 
 def _lanes_by_kernel(flat: Sequence[torch.Tensor], chunks: Chunks) -> torch.Tensor:
     """The lanes of every chunk after its last stripe."""
-    from ckpt.formats.fingerprint_kernel import fill_lanes
+    from ckpt.formats.xxh3_kernels import fill_lanes
 
     device = flat[0].device
     starts = torch.tensor([tensor.data_ptr() for tensor in flat])[chunks.owner] + chunks.start
     addresses, sizes = (column.pin_memory().to(device, non_blocking=True) for column in (starts, chunks.size))
     lanes = torch.empty(len(sizes), LANES, dtype=torch.int64, device=device)
-    table = torch.cat([words64(0, 24), words64(len(SECRET) - 71, LANES), START]).to(device)
-    fill_lanes(lanes, addresses, sizes, table, PRIME)
+    fill_lanes(lanes, addresses, sizes, kernel_table(device), PRIME)
     return lanes
+
+
+def kernel_table(device: torch.device) -> torch.Tensor:
+    """What the kernels need: 24 words of the secret, those of the last stripe, and the lanes to start with."""
+    return torch.cat([words64(0, 24), words64(LAST_STRIPE, LANES), START]).to(device)
 
 
 def _lanes(flat: Sequence[torch.Tensor], chunks: Chunks) -> torch.Tensor:
@@ -201,10 +210,10 @@ def _lanes(flat: Sequence[torch.Tensor], chunks: Chunks) -> torch.Tensor:
             sums += _sums_of(part)
             size, done = size + len(part), done + -(-len(part) // CHUNK)
             if size >= _TOGETHER:
-                found.append(_scrambled(torch.cat(sums), blocks[known:done]))
+                found.append(scrambled(torch.cat(sums), blocks[known:done]))
                 sums, size, known = [], 0, done
     if sums:
-        found.append(_scrambled(torch.cat(sums), blocks[known:done]))
+        found.append(scrambled(torch.cat(sums), blocks[known:done]))
     return torch.cat(found)
 
 
@@ -226,26 +235,35 @@ def _block_sums(data: torch.Tensor, *, is_last: bool) -> torch.Tensor:
     words = data.view(torch.int64).view(-1, STRIPES, LANES)
     keyed = words ^ torch.stack([words64(8 * stripe, LANES) for stripe in range(STRIPES)]).to(words.device)
     for ends in (slice(_PER_CHUNK - 1, None, _PER_CHUNK), *([slice(-1, None)] if is_last else ())):
-        keyed[ends, -1] = words[ends, -1] ^ words64(len(SECRET) - 71, LANES).to(words.device)
-    products = (keyed & _LOW) * _shifted(keyed, 32)
-    swapped = words.sum(1).view(-1, LANES // 2, 2).flip(2).reshape(-1, LANES)
-    return products.sum(1) + swapped
+        keyed[ends, -1] = words[ends, -1] ^ words64(LAST_STRIPE, LANES).to(words.device)
+    return products(keyed).sum(1) + swapped(words.sum(1))
 
 
-def _scrambled(sums: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+def products(keyed: torch.Tensor) -> torch.Tensor:
+    """The lower half of every 64-bit number times its upper half."""
+    return (keyed & _LOW) * shifted(keyed, 32)
+
+
+def swapped(words: torch.Tensor) -> torch.Tensor:
+    """Every second lane in the place of its neighbour."""
+    return words.view(*words.shape[:-1], LANES // 2, 2).flip(-1).view(words.shape)
+
+
+def scrambled(sums: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """The lanes of chunks of so many blocks each, by what the blocks add to them."""
     device, most = sums.device, int(blocks.max())
     lanes = START.to(device).repeat(len(blocks), 1)
     starts, blocks = ((torch.cumsum(blocks, 0) - blocks).to(device), blocks.to(device))
-    secret = words64(len(SECRET) - 64, LANES).to(device)
+    secret = words64(SCRAMBLE, LANES).to(device)
     for block in range(most):
-        mixed = (lanes ^ _shifted(lanes, 47) ^ secret) * PRIME if block else lanes
+        mixed = (lanes ^ shifted(lanes, 47) ^ secret) * PRIME if block else lanes
         mixed = mixed + sums[(starts + block).clamp(max=len(sums) - 1)]
         lanes = torch.where((blocks > block)[:, None], mixed, lanes)
     return lanes
 
 
-def _merged(lanes: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+def merged(lanes: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """The hashes, by the lanes after the last stripe and the numbers of bytes: two 64-bit numbers, the lower first."""
     low = _folded(lanes, 11, sizes * _signed(_PRIMES[0]))
     high = _folded(lanes, len(SECRET) - 75, ~(sizes * _signed(_PRIMES[1])))
     return torch.stack([low, high], 1)
@@ -254,20 +272,20 @@ def _merged(lanes: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
 def _folded(lanes: torch.Tensor, offset: int, start: torch.Tensor) -> torch.Tensor:
     pairs = (lanes ^ words64(offset, LANES).to(lanes.device)).view(-1, LANES // 2, 2)
     mixed = start + _product(pairs[..., 0], pairs[..., 1]).sum(1)
-    mixed = (mixed ^ _shifted(mixed, 37)) * _signed(_AVALANCHE)
-    return mixed ^ _shifted(mixed, 32)
+    mixed = (mixed ^ shifted(mixed, 37)) * _signed(_AVALANCHE)
+    return mixed ^ shifted(mixed, 32)
 
 
 def _product(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """The 128 bits of a product of unsigned numbers, folded: the upper half xor the lower."""
-    one_low, one_high, low, high = one & _LOW, _shifted(one, 32), other & _LOW, _shifted(other, 32)
+    one_low, one_high, low, high = one & _LOW, shifted(one, 32), other & _LOW, shifted(other, 32)
     lowest, middle = one_low * low, one_high * low
-    cross = _shifted(lowest, 32) + (middle & _LOW) + one_low * high
-    upper = _shifted(middle, 32) + _shifted(cross, 32) + one_high * high
+    cross = shifted(lowest, 32) + (middle & _LOW) + one_low * high
+    upper = shifted(middle, 32) + shifted(cross, 32) + one_high * high
     return upper ^ ((cross << 32) | (lowest & _LOW))
 
 
-def _shifted(value: torch.Tensor, bits: int) -> torch.Tensor:
+def shifted(value: torch.Tensor, bits: int) -> torch.Tensor:
     """A shift to the right as of an unsigned number."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 

@@ -189,6 +189,13 @@ class PartState:
     about: Mapping[str, Any] = field(default_factory=dict)  # JSON that other tools need to rebuild the object
 
 
+class FileHashes(NamedTuple):
+    """What a manifest lists of a file: the hashes of its blocks, and that of its head."""
+
+    blocks: tuple[str, ...]
+    head: str
+
+
 @dataclass(frozen=True)
 class FilePlan:
     """A file to be written: its path, its size, and an iterator over its bytes that can be started anew.
@@ -196,7 +203,7 @@ class FilePlan:
     `likely_unchanged`: it probably equals the file of the previous checkpoint (frozen weights). `contents` are the
     bytes and named tensors that it consists of, in order; None if some are still to be fetched. `in_memory`: all pieces
     are in host memory and do not change until the file is written. `reserved`: the file of the storage that this memory
-    is, if it is one.
+    is, if it is one. `hashes`: those of its bytes, if a device has computed them.
     """
 
     path: str
@@ -207,6 +214,7 @@ class FilePlan:
     in_memory: bool = False
     head: int = 0  # bytes at its start (a header) that readers fetch separately
     reserved: Any = None
+    hashes: FileHashes | None = None
 
     @classmethod
     def of(cls, path: str, data: bytes) -> FilePlan:

@@ -166,6 +166,9 @@ class Reserving(Protocol):
     def reserve(self, size: int) -> tuple[int, ReservedFile]:
         """A file of that size, with a descriptor by which the caller maps it, fills it, and which it closes."""
 
+    def reserve_again(self, file: ReservedFile) -> ReservedFile | None:
+        """The memory of this file, which is mapped still, if the object that it became was deleted; else None."""
+
     def give_up(self, file: ReservedFile) -> None:
         """The file has become no object, or has: in the first case, its memory is free for the next one."""
 

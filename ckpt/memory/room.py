@@ -13,7 +13,7 @@ from typing import TypedDict
 
 from ckpt.memory.place import memory_directory
 from ckpt.ranks.hosts import Hosts
-from ckpt.util.aligned_memory import most_mapped
+from ckpt.util.aligned_memory import most_mapped, now_mapped
 from ckpt.util.console import format_size
 from ckpt.util.memory_limit import available, reserve
 
@@ -142,10 +142,10 @@ class TrainingPeak:
     def more(self) -> int:
         """Bytes that a step may need for a while beside those that the process holds now; 0 if that is not known.
 
-        Snapshots that were being fetched into mapped files may have been part of the peak: they are none of training's.
+        Mapped files of snapshots are part of what the kernel counts, then and now: they are not training's.
         """
         peak, held = self._counted()
-        return max(0, peak - held - most_mapped()) if peak > self._before else 0
+        return max(0, peak - most_mapped() - (held - now_mapped())) if peak > self._before else 0
 
     def _counted(self) -> tuple[int, int]:
         """The most, and what there is now. Zeros where the system does not count."""

@@ -136,4 +136,5 @@ class SlotSaver(Saver):
         """Release the folder. The memory of snapshots is the root's saver's too, and stays with it."""
         if not self.busy and self.owner.is_here:
             self._release_written()
+            self.snapshots.memory.release_files()
             self.root.close()

@@ -33,7 +33,7 @@ from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar
 from ckpt.util.threads import CORES_OF_RANK, Worker
 
 if TYPE_CHECKING:
-    from ckpt.formats.tensors import FilePlan
+    from ckpt.formats.tensors import FileHashes, FilePlan
 
 
 Advance = Callable[[float], None]
@@ -78,10 +78,17 @@ class FileHasher:
 
 
 def hashed(plan: FilePlan, path: str, advance: Advance, *, sha256: bool = False) -> FileRecord:
-    """The record of a file. What is in memory is hashed block by block, in threads, where that is what takes the time:
+    """The record of a file. What a device has hashed is not hashed again, except by SHA-256.
 
-    by SHA-256, and by any hash where the memory is the file, so that nothing is written.
+    What is in memory is hashed block by block, in threads, where that is what takes the time: by SHA-256, and by any
+    hash where the memory is the file, so that nothing is written.
     """
+    if plan.hashes is not None:
+        threads = _SHA256_THREADS if plan.in_memory else 1  # each goes through all pieces
+        by_sha256 = _InThreads(plan, hashlib.sha256, threads).result() if sha256 else ()
+        for piece in plan.pieces() if plan.in_memory else ():  # when they have arrived
+            advance(len(piece))
+        return _record_of(plan, path, plan.hashes, by_sha256)
     shared = plan.in_memory and plan.size >= _WORTH_THREADS
     if shared and plan.reserved is not None:
         return _hashed_in_threads(plan, path, advance, sha256=sha256)
@@ -93,6 +100,14 @@ def hashed(plan: FilePlan, path: str, advance: Advance, *, sha256: bool = False)
     finally:
         by_sha256 = beside.result()
     return hasher.record(path, by_sha256)
+
+
+def _record_of(plan: FilePlan, path: str, known: FileHashes, by_sha256: tuple[str, ...]) -> FileRecord:
+    head = (plan.head, known.head) if plan.head else None
+    of_head = sha256(bytes(next(plan.pieces())[: plan.head])) if plan.head and by_sha256 else ""
+    return FileRecord(
+        name=plan.path, path=path, size=plan.size, blocks=known.blocks, head=head, sha256=by_sha256, head_sha256=of_head
+    )
 
 
 def _hashed_in_threads(plan: FilePlan, path: str, advance: Advance, *, sha256: bool) -> FileRecord:
@@ -278,7 +293,7 @@ class Attempt:
         """
         if (
             earlier is None
-            or not plan.likely_unchanged
+            or not (plan.likely_unchanged if plan.hashes is None else plan.hashes.blocks == earlier.file.blocks)
             or plan.size != earlier.file.size
             or isinstance(storage, Staging)
         ):
@@ -340,9 +355,10 @@ class Attempt:
         """Write pieces that exist one at a time, hashing each before it is written."""
         hasher = FileHasher(plan, sha256=self.sha256)
         source = plan.pieces()
+        is_hashed = plan.hashes is not None and not self.sha256
 
         def pieces() -> Iterator[memoryview]:
-            for piece in hasher.through(source):
+            for piece in source if is_hashed else hasher.through(source):
                 yield piece
                 advance(len(piece))
 
@@ -350,7 +366,7 @@ class Attempt:
             receipt = self._put(storage, path, pieces())
         finally:  # at once, also after a failure: other ranks may be waiting to send their pieces
             getattr(source, "close", lambda: None)()
-        return WrittenFile(hasher.record(path), receipt)
+        return WrittenFile(hashed(plan, path, advance) if is_hashed else hasher.record(path), receipt)
 
     def _put(self, storage: Storage, path: str, pieces: Iterable[Buffer]) -> str | None:
         """Write or stage one file. Returns its receipt if it was staged."""

@@ -211,11 +211,15 @@ class SaveTransaction:
         with gc_paused():
             with self.snapshots.beside_training(copies):
                 self.captured = encoded = self._live.then(lambda live: live.encode(copies))
-            taken = encoded.then(lambda state: self.snapshots.take(state.snapshot_files, copies, self.root.storage))
+            taken = encoded.then(lambda state: self._taken(state, copies))
         self._live, captured = Result(), self.captured.value
         self.snapshot, self.captured = taken.value, Result(captured, taken.error)
         if self.snapshot is None:
             copies.release()
+
+    def _taken(self, state: CapturedState, copies: TensorCopies) -> Snapshot | None:
+        earlier = {path: found.file for path, found in self.root.links.files.items()}
+        return self.snapshots.take(state.snapshot_files, copies, self.root.storage, earlier)
 
     def discard(self) -> None:
         """Give up what was captured: it will not be written."""

@@ -164,10 +164,14 @@ def most_mapped() -> int:
     return _most_mapped
 
 
+def now_mapped() -> int:
+    """The bytes of files that are mapped here now."""
+    return sum(size for found in list(_with_files) for _, size in found._mapped)
+
+
 def _count_mapped() -> None:
     global _most_mapped
-    mapped = sum(size for found in list(_with_files) for _, size in found._mapped)
-    _most_mapped = max(_most_mapped, mapped)
+    _most_mapped = max(_most_mapped, now_mapped())
 
 
 def _unmap_in_child() -> None:

@@ -172,6 +172,19 @@ class VolatileStorage(LocalStorage):
                 path.unlink()
                 raise
 
+    def reserve_again(self, file: ReservedFile) -> ReservedFile | None:
+        """The memory of this file, if the object that it became was deleted, and no other has taken it."""
+        path = self._root / f".reserved-{file.size}-{secrets.token_hex(6)}{TEMPORARY}"
+        for size, spare in self._spares():
+            with suppress(OSError):  # another rank of this host has taken it
+                if size == file.size and _File.at(spare).status.st_ino == file.inode:
+                    os.rename(spare, path)
+                    found = _File.at(path)
+                    if found.is_ours and found.names == 1 and found.status.st_ino == file.inode:
+                        return ReservedFile(str(path), file.inode, file.size)
+                    path.unlink()
+        return None
+
     def give_up(self, file: ReservedFile) -> None:
         """Keep its memory for the next file, unless it was written, which has given it another name."""
         with suppress(OSError):

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 import ckpt
+from ckpt.formats.tensors import host_bytes
 from ckpt.save.snapshot import tensor_copies
 from ckpt.save.snapshot.devices import Device, DeviceRoom, copy_packed
 from ckpt.save.snapshot.fetch import Arrival, Fetcher, Source, Transfer
-from ckpt.save.snapshot.host_memory import HostMemory
+from ckpt.save.snapshot.host_memory import HostMemory, PrivateImage
 from ckpt.save.snapshot.snapshots import Snapshots
 from ckpt.save.snapshot.tensor_copies import Leaves
 from ckpt.storage import ANY, Buffer
@@ -404,7 +405,9 @@ def test_host_memory_is_made_resident_before_a_snapshot_needs_it() -> None:
 
 def test_fetches_of_two_snapshots_take_turns(device: SimulatedDevice) -> None:
     fetcher = Fetcher({device.device: device})
-    images = [bytearray(4000) for _ in range(2)]
+    images = [PrivateImage() for _ in range(2)]
+    for image in images:
+        image.take(4000)
 
     def fetch(number: int) -> None:
         transfers = [Transfer(device.device, "file", is_live=True) for _ in range(40)]
@@ -412,7 +415,7 @@ def test_fetches_of_two_snapshots_take_turns(device: SimulatedDevice) -> None:
             tensor = torch.full((100,), 100 * number + index, dtype=torch.uint8)
             transfer.add(Source(tensor, 0, 100), 100 * index)
         arrival = Arrival([(transfer.start, transfer.size) for transfer in transfers])
-        fetcher.fetch(enumerate(transfers), memoryview(images[number]), arrival, 2)
+        fetcher.fetch(enumerate(transfers), images[number], images[number].bytes(4000), arrival, 2)
         arrival.wait()
 
     threads = [threading.Thread(target=fetch, args=(number,)) for number in range(2)]
@@ -422,7 +425,8 @@ def test_fetches_of_two_snapshots_take_turns(device: SimulatedDevice) -> None:
         thread.join()
     assert device.most_in_flight == 1
     for number, image in enumerate(images):
-        assert bytes(image) == b"".join(bytes([100 * number + index]) * 100 for index in range(40))
+        found = bytes(host_bytes(image.bytes(4000)))
+        assert found == b"".join(bytes([100 * number + index]) * 100 for index in range(40))
 
 
 def test_on_a_device_of_which_nothing_is_known_all_work_ends_before_a_copy_and_the_copy_before_all_other_work(

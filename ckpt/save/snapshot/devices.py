@@ -22,6 +22,7 @@ _log = logging.getLogger("ckpt")
 _WITH_STREAMS = {"cuda"}  # NVIDIA's and AMD's. What overlaps on others is not known: they are copied from at once
 _SMALL = 1 << 20  # bytes: tensors below are packed by one kernel
 _POOL = 32  # streams of each priority, after which PyTorch gives out the first again
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _SNAPSHOTS_UNTIL_RETRY = 10
 
@@ -70,6 +71,13 @@ class Device:
         """Host memory to fetch into, pinned if the device knows that."""
         return torch.empty(size, dtype=torch.uint8)
 
+    def register(self, memory: torch.Tensor) -> bool:
+        """Let the device write to these pages of the host itself, until `unregister`. False if it cannot."""
+        return False
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        """The pages may be unmapped."""
+
 
 class StreamedDevice(Device):
     """A device whose streams order copies without the host, and whose memory has room for a copy of the state."""
@@ -117,6 +125,23 @@ class StreamedDevice(Device):
             except RuntimeError as error:
                 _warn_of_slow_copies(str(error).partition("\n")[0])
         return super().allocate_on_host(size)
+
+    def register(self, memory: torch.Tensor) -> bool:
+        return self._call_driver("cuMemHostRegister_v2", memory.data_ptr(), len(memory), _PORTABLE)
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        self._call_driver("cuMemHostUnregister", memory.data_ptr())
+
+    def _call_driver(self, name: str, address: int, *arguments: int) -> bool:
+        """A call of the driver, whose errors stay its own: one of the runtime would be raised by a later operation."""
+        driver = _driver()
+        if driver is None:
+            return False
+        with self._in_this_thread():
+            self._fetching.query()  # the thread has a context from then on
+            sizes = map(ctypes.c_size_t, arguments[:-1])
+            flags = map(ctypes.c_uint, arguments[-1:])
+            return bool(getattr(driver, name)(ctypes.c_void_p(address), *sizes, *flags) == 0)
 
     @contextmanager
     def _in_this_thread(self) -> Iterator[None]:
@@ -219,8 +244,14 @@ def _beside_captures() -> Iterator[None]:
 @cache
 def _exchange_capture_mode() -> Any:
     """The call of NVIDIA's driver, for which PyTorch has no name; None without it."""
-    with suppress(OSError, AttributeError):
-        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode if torch.version.cuda else None
+    return getattr(_driver(), "cuThreadExchangeStreamCaptureMode", None)
+
+
+@cache
+def _driver() -> Any:
+    """NVIDIA's driver; None without it."""
+    with suppress(OSError):
+        return ctypes.CDLL("libcuda.so.1") if torch.version.cuda else None
     return None
 
 

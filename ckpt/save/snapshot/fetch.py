@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ import torch
 from ckpt.errors import StateError
 from ckpt.formats.tensors import host_bytes, movable
 from ckpt.save.snapshot.devices import Device
+from ckpt.save.snapshot.host_memory import Image
 from ckpt.save.snapshot.tensor_copies import TensorCopy, flat_bytes
 from ckpt.util.aligned_memory import copy_bytes
 from ckpt.util.threads import CORES, Worker
@@ -89,6 +90,16 @@ class Transfer:
         self.sources.append(source)
         self.size += size
 
+    def by_run(self) -> Iterator[tuple[Run, list[Source]]]:
+        """The sources of every run."""
+        left = iter(self.sources)
+        for run in self.runs:
+            sources, size = list[Source](), 0
+            while size < run.size:
+                sources.append(next(left))
+                size += sources[-1].stop - sources[-1].start
+            yield run, sources
+
     def flat(self) -> Iterator[torch.Tensor]:
         """The bytes. To be iterated over in the stream that they are copied on."""
         if not self.sources:
@@ -102,16 +113,19 @@ class Transfer:
 
 
 def plan_transfers(copies: Iterable[TensorCopy]) -> list[Transfer]:
-    """Tensors on devices, in the order of the image. A larger tensor lies in several transfers, small ones in one."""
+    """Tensors on devices, in the order of the image. A larger tensor lies in several transfers, small ones in one.
+
+    None goes beyond a multiple of `TRANSFER` in the image: as many pages at a time are registered with a device.
+    """
     transfers: list[Transfer] = []
     for file, tensor, place, is_live in copies:
         size, done, kind = tensor.nbytes, 0, (tensor.device, file, is_live)
         while done < size:
-            last = transfers[-1] if transfers else None
-            if last is None or last.size >= TRANSFER or (last.device, last.file, last.is_live) != kind:
+            last, window = transfers[-1] if transfers else None, (place + done) // TRANSFER
+            if last is None or last.start // TRANSFER != window or (last.device, last.file, last.is_live) != kind:
                 last = Transfer(*kind)
                 transfers.append(last)
-            stop = min(size, done + TRANSFER - last.size)
+            stop = min(size, (window + 1) * TRANSFER - place)
             last.add(Source(tensor, done, stop), place + done)
             done = stop
     return transfers
@@ -190,20 +204,21 @@ class Fetcher:
     def fetch(
         self,
         transfers: Iterable[tuple[int, Transfer]],
-        image: memoryview,
+        image: Image,
+        memory: torch.Tensor,
         arrival: Arrival,
         threads: int,
-        prepare: Callable[[int, int], None] = lambda start, size: None,
     ) -> None:
-        """Fetch transfers, each with its number, into the image. They are released on the way.
+        """Fetch transfers, each with its number, into the memory of an image. They are released on the way.
 
-        `prepare`: called with the place and the size of what is about to be written to the image.
+        Where its pages are registered, the device writes to them itself.
         """
+        view = host_bytes(memory)
 
         def scatter(slot: memoryview, transfer: Transfer, number: int) -> None:
             for offset, start, size in transfer.runs:
-                prepare(start, size)
-                copy_bytes(slot[offset : offset + size], image[start : start + size])
+                image.make_resident(start, size)
+                copy_bytes(slot[offset : offset + size], view[start : start + size])
             arrival.arrived(number)
 
         with self._turn, ExitStack() as stack:
@@ -214,6 +229,13 @@ class Fetcher:
             for number, transfer in transfers:
                 if arrival.is_discarded:
                     return
+                if image.is_registered(transfer.start // TRANSFER):
+                    for run, sources in transfer.by_run():
+                        flat = (source.flat_somewhere() for source in sources)
+                        self._devices[transfer.device].fetch(flat, memory[run.start : run.start + run.size])
+                    transfer.release()
+                    arrival.arrived(number)
+                    continue
                 turn = next(turns)
                 workers[turn].wait()  # until its slot is free
                 slot = self._bring(transfer, self._ring, turn)

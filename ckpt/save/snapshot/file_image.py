@@ -10,6 +10,7 @@ import mmap
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import torch
 
@@ -20,6 +21,7 @@ from ckpt.save.snapshot.host_memory import Image
 from ckpt.save.snapshot.tensor_copies import TensorCopies, TensorCopy, copy_on_host, flat_bytes
 
 PAGE = mmap.PAGESIZE
+_SMALL = 1 << 20  # bytes
 
 _Placed = tuple[int, memoryview]  # with the place of the first byte
 
@@ -69,6 +71,27 @@ class SnapshotLayout:
         found = [(copy, copies.bytes_of(copy.source)) for copy in self.on_device]
         placed = [copy._replace(is_live=True) if flat is None else copy._replace(source=flat) for copy, flat in found]
         return replace(self, on_device=placed)
+
+    def contents_on(self, device: torch.device) -> dict[str, list[bytes | torch.Tensor]]:
+        """The contents of files, in order: flat bytes on the device, and on the host headers and a few small tensors.
+
+        Without files of which more is elsewhere, or can be changed by training.
+        """
+        placed: dict[str, list[tuple[int, bytes | torch.Tensor]]] = {}
+        for path, start, header in self.headers:
+            placed.setdefault(path, []).append((start, header))
+        others = {copy.file for copy in self.on_device if copy.is_live or copy.source.device != device}
+        host_sizes: dict[str, int] = {}
+        for path, source, start, _ in self.on_host:
+            host_sizes[path] = host_sizes.get(path, 0) + source.nbytes
+            if host_sizes[path] <= _SMALL:
+                placed.setdefault(path, []).append((start, bytes(host_bytes(flat_bytes(source)))))
+        others |= {path for path, size in host_sizes.items() if size > _SMALL}
+        paths = {copy.file for copy in self.on_device} - others
+        for path, source, start, _ in self.on_device:
+            if path in paths:
+                placed.setdefault(path, []).append((start, flat_bytes(source)))
+        return {path: [content for _, content in sorted(placed[path], key=itemgetter(0))] for path in paths}
 
     def fill(self, image: Image) -> None:
         """Copy headers and host tensors to their places."""

@@ -6,24 +6,32 @@ memory has no use for that: its image is its files themselves, mapped, so that n
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
 
 from ckpt.errors import FullError, StorageError
+from ckpt.formats.tensors import host_bytes
+from ckpt.save.snapshot.devices import Device
 from ckpt.storage import Reserving
 from ckpt.storage.base import ReservedFile
-from ckpt.util.aligned_memory import MappedRange, allocate_pages, can_map_files
+from ckpt.util.aligned_memory import MappedRange, allocate_pages, can_map_files, make_huge
 from ckpt.util.memory_limit import available, reserve, spare
 from ckpt.util.threads import Worker
+
+_log = logging.getLogger("ckpt")
 
 _CHUNK = 16 << 20  # bytes made resident at a time, in a few milliseconds: a save waits no longer
 _THREADS = 2  # beside training
 _SMALL = 1 << 20  # bytes: files below this are not reserved, but copied
+_SLOTS = 2  # snapshots in memory that take turns
+_PAUSE = 0.005  # seconds
 _WASTE = 4  # an image is used for no less than this part of it: a small one would take it from the next large one
 
 
@@ -55,6 +63,10 @@ class PrivateImage:
     def make_resident(self, start: int, size: int) -> None:
         """Private memory is, when it is written to."""
 
+    def is_registered(self, number: int) -> bool:
+        """Never: to register it takes seconds, and it is soon given to another snapshot."""
+        return False
+
     def release(self) -> None:
         """The snapshot is not needed any more."""
         self.resident = max(self.resident, self._taken)
@@ -70,18 +82,27 @@ class ReservedImage:
 
     A part must be made resident before it is written to: there may be no memory for it, which would end the process.
     `places`: the path, the start and the size of every file.
+
+    The files stay mapped when they have their names. When they were deleted, the next snapshot of the same layout has
+    their memory again: its pages are there, and, once they are registered with a device, this writes to them itself.
     """
 
     def __init__(self, storage: Reserving, size: int, places: Sequence[tuple[str, int, int]]) -> None:
         self._storage = storage
         self._range = MappedRange(size)
+        self._layout = _layout(size, places)
+        self._device: Device | None = None
+        self._registering: Worker | None = None
+        self._registered: dict[int, torch.Tensor] = {}  # by their number
+        self._ends = False
+        self.in_use = True
         self.files: dict[str, ReservedFile] = {}
         try:
             for path, start, length in places:
                 if length >= _SMALL:
                     self._reserve(path, start, length)
         except BaseException:
-            self.release()
+            self.unmap()
             raise
 
     @classmethod
@@ -94,8 +115,25 @@ class ReservedImage:
             first = next((start for path, start, _ in places if path in image.files), None)
             if first is not None and image._range.make_resident(first, 1):  # the system has the call, and one page
                 return image
-            image.release()
+            image.unmap()
         return None
+
+    def is_for(self, storage: object, size: int, places: Sequence[tuple[str, int, int]]) -> bool:
+        """Whether it has the layout of these files."""
+        return self._storage is storage and self._layout == _layout(size, places)
+
+    def claim(self) -> bool:
+        """Have the memory of the same files again. False if one of them is needed, or is gone."""
+        claimed: dict[str, ReservedFile] = {}
+        for path, file in self.files.items():
+            again = self._storage.reserve_again(file)
+            if again is None:
+                for taken in claimed.values():
+                    self._storage.give_up(taken)
+                return False
+            claimed[path] = again
+        self.files, self.in_use = claimed, True
+        return True
 
     def bytes(self, size: int) -> torch.Tensor:
         return torch.frombuffer(self._range.memory, dtype=torch.uint8)[:size]
@@ -105,11 +143,44 @@ class ReservedImage:
         if size and not self._range.make_resident(start, size):
             raise FullError("there is no memory left for the snapshot.")
 
+    def is_registered(self, number: int) -> bool:
+        """Whether the device itself can write to this part."""
+        return number in self._registered
+
+    def register(self, device: Device, size: int) -> None:
+        """Begin to register the pages, which are resident, in parts of a size: launches of kernels wait for each."""
+        if self._registering is None:
+            self._device = device
+            self._registering = Worker("ckpt-register").start(lambda: self._register(device, size))
+
+    def _register(self, device: Device, size: int) -> None:
+        memory = self.bytes(self._range.size)
+        for number, start in enumerate(range(0, len(memory), size)):
+            part = memory[start : start + size]
+            if self._ends or not threading.main_thread().is_alive():
+                return
+            make_huge(host_bytes(part))  # there are fewer of them to register
+            if not device.register(part):
+                _log.info("%s cannot write to host memory itself: snapshots take a little longer", device.device)
+                return
+            self._registered[number] = part
+            time.sleep(_PAUSE)
+
     def release(self) -> None:
-        """Give up the memory; files that were written keep it."""
-        self._range.release()
+        """The snapshot is written, or not needed any more: files that were not written are free."""
         for file in self.files.values():
             self._storage.give_up(file)
+        self.in_use = False
+
+    def unmap(self) -> None:
+        """Give up the memory; files that were written keep it."""
+        self._ends = True
+        if self._registering is not None:
+            self._registering.close()  # waits for it
+        while self._registered and self._device is not None:
+            self._device.unregister(self._registered.popitem()[1])
+        self._range.release()
+        self.release()
 
     def _reserve(self, path: str, start: int, size: int) -> None:
         descriptor, self.files[path] = self._storage.reserve(size)
@@ -117,6 +188,10 @@ class ReservedImage:
             self._range.map_file(descriptor, start, size)
         finally:
             os.close(descriptor)
+
+
+def _layout(size: int, places: Sequence[tuple[str, int, int]]) -> tuple[int, list[tuple[str, int, int]]]:
+    return size, [place for place in places if place[2] >= _SMALL]
 
 
 Image = PrivateImage | ReservedImage
@@ -131,6 +206,7 @@ class HostMemory:
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
         self._images: list[PrivateImage] = []
+        self._mapped: list[ReservedImage] = []
         self._prefaulted: PrivateImage | None = None
         self._untouched: Iterator[torch.Tensor] = iter(())  # its chunks that are not resident yet
         self._lock = threading.Lock()
@@ -184,9 +260,32 @@ class HostMemory:
         finally:
             self._not_paused.set()
 
+    def take_files(self, storage: object, size: int, places: Sequence[tuple[str, int, int]]) -> ReservedImage | None:
+        """Files that the storage has reserved, mapped; None if it reserves none. If it can be, those of before."""
+        with self._giving_out:
+            self._unmap([image for image in self._mapped if not image.is_for(storage, size, places)])
+            for image in self._mapped:
+                if not image.in_use and image.claim():
+                    return image
+            self._unmap(self._mapped[: 1 - _SLOTS])
+            found = ReservedImage.of(storage, size, places)
+            self._mapped += [found] if found is not None else []
+            return found
+
+    def release_files(self) -> None:
+        """Unmap files of snapshots, so that their memory is free when they are deleted. Nothing may be using them."""
+        with self._giving_out:
+            self._unmap(self._mapped)
+
+    def _unmap(self, images: Sequence[ReservedImage]) -> None:
+        for image in [image for image in images if not image.in_use]:
+            self._mapped.remove(image)
+            image.unmap()
+
     def release(self) -> None:
         """Free all memory. Nothing may be using it."""
         self._stop_prefaulting()
+        self.release_files()
         self._images = []
 
     def _find(self, size: int) -> PrivateImage:

@@ -22,15 +22,26 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 
-from ckpt.formats.tensors import FilePlan, host_bytes
+from ckpt.formats.device_hashes import hashes_on_device
+from ckpt.formats.native.manifest import BLOCK_SIZE, FileRecord, digest
+from ckpt.formats.tensors import FileHashes, FilePlan
 from ckpt.save.snapshot.devices import Device
-from ckpt.save.snapshot.fetch import BESIDE_TRAINING, WHILE_IT_WAITS, Arrival, Fetcher, Transfer, plan_transfers
+from ckpt.save.snapshot.fetch import (
+    BESIDE_TRAINING,
+    TRANSFER,
+    WHILE_IT_WAITS,
+    Arrival,
+    Fetcher,
+    Transfer,
+    plan_transfers,
+)
 from ckpt.save.snapshot.file_image import PAGE, SnapshotLayout
 from ckpt.save.snapshot.host_memory import HostMemory, Image, ReservedImage
 from ckpt.save.snapshot.tensor_copies import Leaves, TensorCopies
@@ -60,6 +71,10 @@ class Snapshot:
         """Give back all memory. The files cannot be read any more."""
         on_release, self.on_release = self.on_release, lambda: None
         on_release()
+
+
+def _is_unchanged(file: FilePlan, earlier: FileRecord | None) -> bool:
+    return earlier is not None and file.hashes is not None and file.hashes.blocks == earlier.blocks
 
 
 class Snapshots:
@@ -144,17 +159,32 @@ class Snapshots:
             yield
 
     def take(
-        self, files: list[FilePlan], copies: TensorCopies | None = None, storage: object = None
+        self,
+        files: list[FilePlan],
+        copies: TensorCopies | None = None,
+        storage: object = None,
+        earlier: Mapping[str, FileRecord] = MappingProxyType({}),
     ) -> Snapshot | None:
         """Copy the contents of these files; None if there is not enough memory for it.
 
         When this returns, nothing that training does can reach the snapshot. With `copies`, the tensors of the files
         are these, and they are released as soon as they are fetched: into files of the `storage`, if it reserves any.
+        Their devices hash them first. What is as in an `earlier` checkpoint, by path, is not fetched unless it is read.
         """
+        if copies is None:
+            return self._taken(files, None, storage)
+        hashed = self._hashed(files, copies)
+        unchanged = [file for file in hashed if _is_unchanged(file, earlier.get(file.path))]
+        if not unchanged:
+            return self._taken(hashed, copies, storage)
+        changed = [file for file in hashed if not _is_unchanged(file, earlier.get(file.path))]
+        return self._with_unfetched(unchanged, copies, lambda: self._taken(changed, copies, storage))
+
+    def _taken(self, files: list[FilePlan], copies: TensorCopies | None, storage: object) -> Snapshot | None:
         layout = SnapshotLayout.of(files, HUGE_PAGE if isinstance(storage, Reserving) else PAGE)
         if copies is not None and not layout.on_device:  # the copies are all there is, and in host memory
             return Snapshot({file.path: replace(file, contents=None) for file in files}, on_release=copies.release)
-        image: Image | None = ReservedImage.of(storage, layout.size, layout.places)
+        image: Image | None = self.memory.take_files(storage, layout.size, layout.places)
         fits = image is not None or layout.size <= self._room
         if copies is None:
             if not fits and not self._fit_without_image(layout):
@@ -172,6 +202,37 @@ class Snapshots:
             snapshot = self._streamed(layout, transfers, copies)
         copies.release_host()
         return snapshot
+
+    def _hashed(self, files: list[FilePlan], copies: TensorCopies) -> list[FilePlan]:
+        """The files with the hashes of their bytes, as far as devices can tell them."""
+        found: dict[str, FileHashes] = {}
+        layout = SnapshotLayout.of(files)
+        for device in copies.leaves.on_device:
+            contents = layout.contents_on(device)
+            with self._devices[device].beside_training():
+                read = hashes_on_device([*contents.values()], device, BLOCK_SIZE)
+                for path, blocks in zip(contents, read() if read is not None else (), strict=False):
+                    found[path] = FileHashes(blocks, digest(bytes(contents[path][0])))
+        return [replace(file, hashes=found.get(file.path)) for file in files]
+
+    def _with_unfetched(
+        self, files: list[FilePlan], copies: TensorCopies, take: Callable[[], Snapshot | None]
+    ) -> Snapshot | None:
+        """A snapshot, and beside it these files, which stay on the devices until it is released: an earlier checkpoint
+        has them, so that they are most probably not read."""
+        layout = SnapshotLayout.of(files)
+        on_devices = layout.streamed(plan_transfers(layout.on_device), self._fetcher)
+        copies.stay()
+        others = take()
+        if others is None:
+            copies.release()
+            return None
+
+        def release() -> None:
+            others.release()
+            copies.release()
+
+        return replace(others, files=others.files | on_devices, on_release=release)
 
     def _copied(self, layout: SnapshotLayout) -> tuple[SnapshotLayout, TensorCopies]:
         """Copy tensors on their devices, in the order of training, as far as these have room."""
@@ -204,7 +265,7 @@ class Snapshots:
         arrival = Arrival([(transfer.start, transfer.size) for transfer in transfers])
         live = [(number, transfer) for number, transfer in enumerate(transfers) if transfer.is_live]
         copied = [(number, transfer) for number, transfer in enumerate(transfers) if not transfer.is_live]
-        memory = host_bytes(image.bytes(layout.size))
+        memory = image.bytes(layout.size)
         fetching: Worker | None = None
 
         def release() -> None:
@@ -213,10 +274,12 @@ class Snapshots:
                 fetching.close()  # waits for it
             copies.release_devices()
             image.release()
+            if isinstance(image, ReservedImage) and len(layout.device_sizes) == 1:
+                image.register(self._devices[next(iter(layout.device_sizes))], TRANSFER)
 
         def fetch_copies() -> None:
             try:
-                self._fetcher.fetch(copied, memory, arrival, BESIDE_TRAINING, image.make_resident)
+                self._fetcher.fetch(copied, image, memory, arrival, BESIDE_TRAINING)
             except BaseException as error:  # raised where the files are read
                 arrival.fail(error)
             finally:
@@ -226,7 +289,7 @@ class Snapshots:
             layout.fill(image)
             if live:
                 self._warn_of_live(live, layout.size)
-                self._fetcher.fetch(live, memory, arrival, WHILE_IT_WAITS, image.make_resident)
+                self._fetcher.fetch(live, image, memory, arrival, WHILE_IT_WAITS)
             if copied:
                 fetching = Worker("ckpt-fetch").start(fetch_copies)
         except BaseException:

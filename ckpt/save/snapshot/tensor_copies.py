@@ -149,6 +149,7 @@ class TensorCopies:
     _on_host: list[tuple[Group, torch.Tensor]] = field(default_factory=list)
     _give_back: Callable[[], None] = lambda: None  # the memory of those on the host
     _made: dict[int, Any] = field(default_factory=dict)
+    _stays: bool = False
 
     def of(self, tensor: Any) -> Any:
         """The copy of a tensor, with its dtype, shape and sharding; the same each time, as it may be tied."""
@@ -222,13 +223,20 @@ class TensorCopies:
         for group in (*self.leaves.small, self.leaves.large, *chain(*self.leaves.on_device.values())):
             group.tensors = []
 
+    def stay(self) -> None:
+        """From now on, only `release` gives back the memory on devices."""
+        self._stays = True
+
     def release(self) -> None:
         """Give back all memory."""
+        self._stays = False
         self.release_host()
         self.release_devices()
 
     def release_devices(self) -> None:
         """Give back the memory on devices, although there are tensors that use it: none of them is read any more."""
+        if self._stays:
+            return
         blocks, self._on_device = self._on_device, []
         for _, block in blocks:
             block.untyped_storage().resize_(0)
