@@ -28,6 +28,7 @@ from ckpt.formats.fingerprint import (
     SCRAMBLE,
     START,
     STRIPES,
+    divided,
     kernel_table,
     merged,
     products,
@@ -43,6 +44,7 @@ _STRIPE = 8 * LANES  # bytes
 _SLOT = KIB + _STRIPE  # bytes of the end of a block: its last KiB, and the stripe before
 _BATCH = 4 << 30  # bytes that are hashed side by side; the sums take a sixteenth of it
 _MOST_GATHERED = 512 << 20  # bytes that lie so that they must be copied first
+_UNIT = 128  # KiB that one program of the kernel sums up
 _ALIGNMENT = 4  # bytes: the kernel reads 32 bits at a time
 
 
@@ -241,14 +243,16 @@ def _by_kernels(
 ) -> torch.Tensor:
     from ckpt.formats import xxh3_kernels
 
-    sources = [(copy.content.data_ptr() + copy.start, copy.size) for copy in batch.copies]
-    targets = [(ends if copy.is_end else gathered).data_ptr() + copy.place for copy in batch.copies]
-    xxh3_kernels.copy_bytes(sources, targets, gathered.device)
-    runs = [
-        ((gathered if run.content is None else run.content).data_ptr() + run.start, run.row, run.kibs)
-        for run in batch.runs
-    ]
-    xxh3_kernels.fill_sums(sums, runs, table)
+    if batch.copies:
+        owner, start, sizes = divided([copy.size for copy in batch.copies], KIB)
+        sources = torch.tensor([copy.content.data_ptr() + copy.start for copy in batch.copies])
+        targets = torch.tensor([(ends if copy.is_end else gathered).data_ptr() + copy.place for copy in batch.copies])
+        xxh3_kernels.copy_bytes(sources[owner] + start, targets[owner] + start, sizes, sums.device)
+    if batch.runs:
+        owner, start, counts = divided([run.kibs for run in batch.runs], _UNIT)
+        lies = [(gathered if run.content is None else run.content).data_ptr() + run.start for run in batch.runs]
+        rows = torch.tensor([run.row for run in batch.runs])
+        xxh3_kernels.fill_sums(sums, torch.tensor(lies)[owner] + start * KIB, rows[owner] + start, counts, table)
     return xxh3_kernels.scrambled(sums, batch.rows, table, PRIME)
 
 

@@ -11,10 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ckpt.formats.fingerprint import divided
-
 _PER_PROGRAM = 16
-_UNIT = 128  # KiB that one program sums up, 16 at a time
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -123,25 +120,23 @@ def _scramble_kernel(firsts, counts, table, sums, lanes, prime: tl.constexpr):  
     tl.store(lanes + block * 8 + lane, found)
 
 
-def copy_bytes(sources: Sequence[tuple[int, int]], targets: Sequence[int], device: torch.device) -> None:
-    """Enqueue copies of bytes at addresses, of sizes, to addresses."""
-    if sources:
-        owner, start, size = divided([size for _, size in sources], 1024)
-        begin, target = torch.tensor([address for address, _ in sources]), torch.tensor(targets)
-        with torch.cuda.device(device):
-            _copy_kernel[(len(owner),)](*_sent(device, begin[owner] + start, target[owner] + start, size))
+def copy_bytes(sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor, device: torch.device) -> None:
+    """Enqueue copies of at most 1024 bytes each, from addresses to addresses."""
+    with torch.cuda.device(device):
+        _copy_kernel[(len(sizes),)](*_sent(device, sources, targets, sizes))
 
 
-def fill_sums(sums: torch.Tensor, runs: Sequence[tuple[int, int, int]], table: torch.Tensor) -> None:
-    """Enqueue what every KiB adds to the lanes. `runs`: an address, the row of the first, and how many KiB follow."""
-    if runs:
-        owner, start, count = divided([count for _, _, count in runs], _UNIT)
-        addresses, rows = (torch.tensor(column)[owner] for column in list(zip(*runs, strict=True))[:2])
-        units = _sent(sums.device, addresses + start * 1024, rows + start, count)
-        with torch.cuda.device(sums.device):
-            _sum_kernel[(len(owner),)](
-                *units, table.view(torch.uint64), sums.view(torch.uint64), per_program=_PER_PROGRAM
-            )
+def fill_sums(
+    sums: torch.Tensor, addresses: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, table: torch.Tensor
+) -> None:
+    """Enqueue what every KiB adds to the lanes: of as many KiB from an address on, from a row on."""
+    with torch.cuda.device(sums.device):
+        _sum_kernel[(len(counts),)](
+            *_sent(sums.device, addresses, rows, counts),
+            table.view(torch.uint64),
+            sums.view(torch.uint64),
+            per_program=_PER_PROGRAM,
+        )
 
 
 def scrambled(sums: torch.Tensor, counts: Sequence[int], table: torch.Tensor, prime: int) -> torch.Tensor:
@@ -158,4 +153,4 @@ def scrambled(sums: torch.Tensor, counts: Sequence[int], table: torch.Tensor, pr
 
 
 def _sent(device: torch.device, *columns: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(column.pin_memory().to(device, non_blocking=True) for column in columns)
+    return torch.stack(columns).pin_memory().to(device, non_blocking=True).unbind()

@@ -8,7 +8,7 @@ from tests import weight
 
 PRIVATE_NAMES = 40
 ARGUMENTS = 15
-MODULES = 215
+MODULES = 216
 CROSSED = {"save": 44, "resume": 50, "steps": 12}
 
 

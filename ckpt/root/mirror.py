@@ -370,6 +370,7 @@ class _QueuedCopy:
 
     manifest: Manifest
     held: ExitStack
+    lost_lock: bool = False  # the mirror was removed while it was copied, once
 
     @property
     def name(self) -> str:
@@ -560,16 +561,18 @@ class MirrorWorker:
                 self._record_failure(f"{copy.name} is not copied", error)
             except Exception as error:  # of any kind: the checkpoint is safe in the root, and training continues
                 self._record_failure(f"{copy.name} was not copied and waits for the next one", error)
-                if not self._put_back(copy):
+                again = isinstance(error, LostError) and not copy.lost_lock  # the next attempt locks the mirror again
+                copy.lost_lock |= again
+                if not self._put_back(copy, again=again):
                     return
                 continue
             copy.held.close()
 
-    def _put_back(self, copy: _QueuedCopy) -> bool:
-        """Queue a copy that failed. Returns whether to continue at once: a checkpoint was enqueued meanwhile."""
+    def _put_back(self, copy: _QueuedCopy, *, again: bool) -> bool:
+        """Queue a copy that failed. Returns whether to continue at once: `again`, or as one was enqueued meanwhile."""
         with self._guard:
             self._set_waiting([copy, *self._waiting], dropped=[])
-            self._current, self._working = None, self._woken and not self.copies.stopping.is_set()
+            self._current, self._working = None, (again or self._woken) and not self.copies.stopping.is_set()
             return self._working
 
     def _record_failure(self, what: str, error: Exception, level: int = logging.WARNING) -> None:

@@ -64,11 +64,21 @@ def test_every_bit_of_a_file_decides() -> None:
 
 
 def test_a_device_without_kernels_or_without_memory_leaves_it_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("the device is full")
+
     assert hashes_on_device([[b"x"]], torch.device("cpu"), KIB) is None
     monkeypatch.setattr(module, "_has_kernels", lambda: True)
-    monkeypatch.setattr(module, "_MOST_GATHERED", 0)
-    monkeypatch.setattr(module, "_on_device", lambda contents, device: iter([torch.zeros(5000, dtype=torch.uint8)[1:]]))
-    assert hashes_on_device([[b"x"]], torch.device("cuda"), 32 * KIB) is None
+    monkeypatch.setattr(module, "_enqueued", full)
+    assert hashes_on_device([[b"x"]], torch.device("cuda"), KIB) is None
+
+
+def test_more_than_a_device_has_memory_for_is_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_GATHERED", 4 * KIB)
+    cpu, data = torch.device("cpu"), torch.zeros(9 * KIB, dtype=torch.uint8)
+    assert len(module._enqueued([[data[1 : 4 * KIB]]], cpu, 32 * KIB)()[0]) == 1
+    with pytest.raises(torch.OutOfMemoryError, match="must be copied first"):
+        module._enqueued([[data[1:]]], cpu, 32 * KIB)
 
 
 @on_a_gpu

@@ -27,6 +27,21 @@ class SimulatedDevice(Device):
         self.fetched: list[int] = []
         self.in_flight, self.most_in_flight = 0, 0
         self.ordering: threading.Thread | None = None
+        self.can_register, self.straight = False, 0  # how many fetches went to registered pages
+        self.registered: dict[int, int] = {}  # sizes of pages that the device may write to, by their address
+
+    def register(self, memory: torch.Tensor) -> bool:
+        if self.can_register:
+            self.registered[memory.data_ptr()] = len(memory)
+        return self.can_register
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        del self.registered[memory.data_ptr()]
+
+    def is_registered(self, memory: torch.Tensor) -> bool:
+        """Whether all of it was registered at once."""
+        start, stop = memory.data_ptr(), memory.data_ptr() + len(memory)
+        return any(begin <= start and stop <= begin + size for begin, size in self.registered.items())
 
     @contextmanager
     def ordered(self) -> Iterator[None]:
@@ -34,16 +49,18 @@ class SimulatedDevice(Device):
         yield
         self.ordering = None
 
-    def fetch(self, sources: Iterable[torch.Tensor], target: torch.Tensor) -> None:
+    def begin_fetch(self, sources: Iterable[torch.Tensor], target: torch.Tensor) -> Callable[[], None]:
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         assert self.gate.wait(DEADLINE)
         if self.error is not None:
             raise self.error
         assert self.ordering is not threading.current_thread()  # others may fetch an earlier snapshot meanwhile
-        super().fetch(sources, target)
+        super().begin_fetch(sources, target)
+        self.straight += self.is_registered(target)
         self.fetched.append(len(target))
         self.in_flight -= 1
+        return lambda: None
 
 
 class SimulatedRoom(DeviceRoom):

@@ -127,6 +127,59 @@ def test_two_slots_take_turns_in_the_memory_of_their_files(run: Run, memory: Pat
     assert not seen[0] & seen[1]
 
 
+def _register(run: Run) -> None:
+    """Wait until the pages of all mapped files are registered."""
+    for image in run.manager.session.saver.snapshots.memory._mapped:
+        assert image._registering is not None
+        image._registering.wait()
+
+
+def test_from_the_third_snapshot_on_the_device_writes_to_the_files_itself(
+    run: Run, memory: Path, device: SimulatedDevice
+) -> None:
+    device.can_register = True
+    run.train(1)
+    _register(run)
+    run.train(1)
+    _register(run)
+    assert device.straight == 0
+    fetched, pages = len(device.fetched), dict(device.registered)
+    states = run.train(2)
+    assert device.straight == len(device.fetched) - fetched > 40
+    assert found(memory) == states[-1]
+    states += run.train(3)
+    assert found(memory) == states[-1]
+    assert device.registered == pages
+    run.manager.close()
+    assert device.registered == {}
+    assert list(memory.iterdir()) == []
+
+
+def test_a_device_that_registers_nothing_has_its_snapshots_copied_through_the_ring(
+    run: Run, memory: Path, device: SimulatedDevice, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        states = run.train(4)
+        _register(run)
+    assert "cannot write to host memory itself" in caplog.text
+    assert device.straight == 0
+    assert found(memory) == states[-1]
+
+
+def test_files_of_another_layout_are_unmapped(run: Run, memory: Path, device: SimulatedDevice) -> None:
+    device.can_register = True
+    run.train(3)
+    _register(run)
+    pages = set(device.registered)
+    run.manager.register(more=torch.nn.Linear(700, 700))
+    states = run.train(3)
+    _register(run)
+    assert len(run.manager.session.saver.snapshots.memory._mapped) == 2
+    assert device.registered
+    assert found(memory) == states[-1]
+    assert len(device.registered) != len(pages)
+
+
 def test_the_older_snapshot_is_there_until_the_next_one_is_begun(run: Run, memory: Path) -> None:
     run.train(3)
     assert list(snapshots(memory)) == ["step-00000002", "step-00000003"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -211,9 +211,19 @@ class Fetcher:
     ) -> None:
         """Fetch transfers, each with its number, into the memory of an image. They are released on the way.
 
-        Where its pages are registered, the device writes to them itself.
+        Where its pages are registered, the device writes to them itself, with one transfer more in its queue: it would
+        wait for Python between two. A loss that training reads waits a millisecond at most.
         """
         view = host_bytes(memory)
+        begun: list[tuple[list[Callable[[], None]], Transfer, int]] = []
+
+        def settle(left: int = 0) -> None:
+            while len(begun) > left:
+                waits, transfer, number = begun.pop(0)
+                for wait in waits:
+                    wait()
+                transfer.release()
+                arrival.arrived(number)
 
         def scatter(slot: memoryview, transfer: Transfer, number: int) -> None:
             for offset, start, size in transfer.runs:
@@ -222,6 +232,7 @@ class Fetcher:
             arrival.arrived(number)
 
         with self._turn, ExitStack() as stack:
+            stack.callback(settle)  # also after an error: nothing may be on its way to an image that others are given
             workers = [Worker("ckpt-fetch", kept=True) for _ in range(threads)]
             for worker in workers:
                 stack.callback(worker.close)
@@ -230,17 +241,16 @@ class Fetcher:
                 if arrival.is_discarded:
                     return
                 if image.is_registered(transfer.start // TRANSFER):
-                    for run, sources in transfer.by_run():
-                        flat = (source.flat_somewhere() for source in sources)
-                        self._devices[transfer.device].fetch(flat, memory[run.start : run.start + run.size])
-                    transfer.release()
-                    arrival.arrived(number)
+                    begun.append(([], transfer, number))
+                    self._begin(transfer, memory, begun[-1][0])
+                    settle(left=1)
                     continue
                 turn = next(turns)
                 workers[turn].wait()  # until its slot is free
                 slot = self._bring(transfer, self._ring, turn)
                 transfer.release()
                 workers[turn].start(partial(scatter, slot, transfer, number))
+            settle()
             for worker in workers:
                 worker.wait()
 
@@ -255,11 +265,18 @@ class Fetcher:
         with self._turn:
             self._ring = {}
 
+    def _begin(self, transfer: Transfer, memory: torch.Tensor, waits: list[Callable[[], None]]) -> None:
+        """Begin to copy a transfer to its places. `waits` is given the functions that wait for it."""
+        for run, sources in transfer.by_run():
+            flat = (source.flat_somewhere() for source in sources)
+            target = memory[run.start : run.start + run.size]
+            waits.append(self._devices[transfer.device].begin_fetch(flat, target))
+
     def _bring(self, transfer: Transfer, ring: dict[tuple[torch.device, int], torch.Tensor], number: int) -> memoryview:
         """Copy a transfer to a slot of a ring, pinned where the device knows that, and wait for it."""
         device = self._devices[transfer.device]
         if (transfer.device, number) not in ring:
             ring[transfer.device, number] = device.allocate_on_host(TRANSFER)
         slot = ring[transfer.device, number]
-        device.fetch(transfer.flat(), slot[: transfer.size])
+        device.begin_fetch(transfer.flat(), slot[: transfer.size])()
         return host_bytes(slot)
