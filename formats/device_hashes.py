@@ -44,7 +44,7 @@ _STRIPE = 8 * LANES  # bytes
 _SLOT = KIB + _STRIPE  # bytes of the end of a block: its last KiB, and the stripe before
 _BATCH = 4 << 30  # bytes that are hashed side by side; the sums take a sixteenth of it
 _MOST_GATHERED = 512 << 20  # bytes that lie so that they must be copied first
-_UNIT = 128  # KiB that one program of the kernel sums up
+_UNIT = 1024  # KiB that one program of the kernel sums up
 _ALIGNMENT = 4  # bytes: the kernel reads 32 bits at a time
 
 

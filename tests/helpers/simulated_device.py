@@ -49,18 +49,17 @@ class SimulatedDevice(Device):
         yield
         self.ordering = None
 
-    def begin_fetch(self, sources: Iterable[torch.Tensor], target: torch.Tensor) -> Callable[[], None]:
+    def fetch(self, sources: Iterable[torch.Tensor], target: torch.Tensor) -> None:
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         assert self.gate.wait(DEADLINE)
         if self.error is not None:
             raise self.error
         assert self.ordering is not threading.current_thread()  # others may fetch an earlier snapshot meanwhile
-        super().begin_fetch(sources, target)
+        super().fetch(sources, target)
         self.straight += self.is_registered(target)
         self.fetched.append(len(target))
         self.in_flight -= 1
-        return lambda: None
 
 
 class SimulatedRoom(DeviceRoom):

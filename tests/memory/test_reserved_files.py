@@ -15,6 +15,7 @@ from torch import nn
 import ckpt
 from ckpt.root import write_link_commit
 from ckpt.save.snapshot import fetch, tensor_copies
+from ckpt.save.snapshot import snapshots as snapshots_module
 from ckpt.storage.base import StablePieces
 from ckpt.storage.local import volatile
 from ckpt.storage.local.volatile import VolatileStorage
@@ -37,6 +38,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     simulated = simulate(monkeypatch)
     monkeypatch.setattr(fetch, "TRANSFER", 100_000)
+    monkeypatch.setattr(snapshots_module, "STRAIGHT", 200_000)
     monkeypatch.setattr(tensor_copies, "BLOCK", 1 << 20)
     monkeypatch.setattr(write_link_commit, "_WORTH_THREADS", LARGE)
     return simulated

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -298,14 +298,14 @@ def test_writing_begins_before_all_has_been_fetched(
     root: Place, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = FirstPieces(root)
-    fetch, late = device.begin_fetch, []
+    fetch, late = device.fetch, []
 
-    def fetch_some(sources: Iterable[torch.Tensor], target: torch.Tensor) -> Callable[[], None]:
+    def fetch_some(sources: Iterable[torch.Tensor], target: torch.Tensor) -> None:
         if len(device.fetched) == 40:  # more than a page of the first file
             late.append(storage.begun.wait(DEADLINE))
-        return fetch(sources, target)
+        fetch(sources, target)
 
-    monkeypatch.setattr(device, "begin_fetch", fetch_some)
+    monkeypatch.setattr(device, "fetch", fetch_some)
     run = Run(1)
     with run.manager(storage) as manager:
         state = run.state()

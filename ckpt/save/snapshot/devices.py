@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
@@ -63,10 +63,9 @@ class Device:
         """What this thread enqueues on the device comes after what was `ordered`, and after nothing else."""
         return nullcontext()
 
-    def begin_fetch(self, sources: Iterable[torch.Tensor], target: torch.Tensor) -> Callable[[], None]:
-        """Begin to copy flat tensors to host memory, one after the other, and return the function that waits for it."""
+    def fetch(self, sources: Iterable[torch.Tensor], target: torch.Tensor) -> None:
+        """Copy flat tensors to host memory, one after the other, and wait for it."""
         copy_packed(sources, target, non_blocking=False)
-        return lambda: None
 
     def allocate_on_host(self, size: int) -> torch.Tensor:
         """Host memory to fetch into, pinned if the device knows that."""
@@ -89,6 +88,7 @@ class StreamedDevice(Device):
         self._module: Any = torch.get_device_module(device)
         with self._module.device(device):
             self._fetching = self._module.Stream(device)  # of the lowest priority: training and NCCL come first
+            self._fetched = self._module.Event(blocking=True)
             self._streams = self._all_streams()
 
     @contextmanager
@@ -111,13 +111,12 @@ class StreamedDevice(Device):
         with self._in_this_thread(), self._module.stream(self._fetching):
             yield
 
-    def begin_fetch(self, sources: Iterable[torch.Tensor], target: torch.Tensor) -> Callable[[], None]:
+    def fetch(self, sources: Iterable[torch.Tensor], target: torch.Tensor) -> None:
+        # one at a time: a second transfer in the queue would hold up those of training
         with self.beside_training():
             copy_packed(sources, target)
-            fetched = self._module.Event(blocking=True)
-            fetched.record(self._fetching)
-        wait: Callable[[], None] = fetched.synchronize
-        return wait
+            self._fetched.record(self._fetching)
+            self._fetched.synchronize()
 
     def allocate_on_host(self, size: int) -> torch.Tensor:
         with self._in_this_thread():

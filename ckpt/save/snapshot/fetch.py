@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +27,7 @@ from ckpt.util.aligned_memory import copy_bytes
 from ckpt.util.threads import CORES, Worker
 
 TRANSFER = 32 << 20  # bytes: less than a millisecond on PCIe, so that a loss which is read waits no longer
+STRAIGHT = 128 << 20  # bytes: two milliseconds, and Python takes the interpreter's lock from training less often
 STEP = 64 << 20  # bytes that hashing and writing wait for at a time
 
 # Threads that copy, each with a slot of the ring. Three beside training bring a snapshot sooner, and training loses
@@ -112,20 +113,21 @@ class Transfer:
         self.sources = []
 
 
-def plan_transfers(copies: Iterable[TensorCopy]) -> list[Transfer]:
+def plan_transfers(copies: Iterable[TensorCopy], most: int = 0) -> list[Transfer]:
     """Tensors on devices, in the order of the image. A larger tensor lies in several transfers, small ones in one.
 
-    None goes beyond a multiple of `TRANSFER` in the image: as many pages at a time are registered with a device.
+    None goes beyond a multiple of `most` bytes of the image, `TRANSFER` by default.
     """
+    most = most or TRANSFER
     transfers: list[Transfer] = []
     for file, tensor, place, is_live in copies:
         size, done, kind = tensor.nbytes, 0, (tensor.device, file, is_live)
         while done < size:
-            last, window = transfers[-1] if transfers else None, (place + done) // TRANSFER
-            if last is None or last.start // TRANSFER != window or (last.device, last.file, last.is_live) != kind:
+            last, window = transfers[-1] if transfers else None, (place + done) // most
+            if last is None or last.start // most != window or (last.device, last.file, last.is_live) != kind:
                 last = Transfer(*kind)
                 transfers.append(last)
-            stop = min(size, (window + 1) * TRANSFER - place)
+            stop = min(size, (window + 1) * most - place)
             last.add(Source(tensor, done, stop), place + done)
             done = stop
     return transfers
@@ -209,21 +211,8 @@ class Fetcher:
         arrival: Arrival,
         threads: int,
     ) -> None:
-        """Fetch transfers, each with its number, into the memory of an image. They are released on the way.
-
-        Where its pages are registered, the device writes to them itself, with one transfer more in its queue: it would
-        wait for Python between two. A loss that training reads waits a millisecond at most.
-        """
+        """Fetch transfers, each with its number, into the memory of an image. They are released on the way."""
         view = host_bytes(memory)
-        begun: list[tuple[list[Callable[[], None]], Transfer, int]] = []
-
-        def settle(left: int = 0) -> None:
-            while len(begun) > left:
-                waits, transfer, number = begun.pop(0)
-                for wait in waits:
-                    wait()
-                transfer.release()
-                arrival.arrived(number)
 
         def scatter(slot: memoryview, transfer: Transfer, number: int) -> None:
             for offset, start, size in transfer.runs:
@@ -232,7 +221,6 @@ class Fetcher:
             arrival.arrived(number)
 
         with self._turn, ExitStack() as stack:
-            stack.callback(settle)  # also after an error: nothing may be on its way to an image that others are given
             workers = [Worker("ckpt-fetch", kept=True) for _ in range(threads)]
             for worker in workers:
                 stack.callback(worker.close)
@@ -240,19 +228,25 @@ class Fetcher:
             for number, transfer in transfers:
                 if arrival.is_discarded:
                     return
-                if image.is_registered(transfer.start // TRANSFER):
-                    begun.append(([], transfer, number))
-                    self._begin(transfer, memory, begun[-1][0])
-                    settle(left=1)
-                    continue
                 turn = next(turns)
                 workers[turn].wait()  # until its slot is free
                 slot = self._bring(transfer, self._ring, turn)
                 transfer.release()
                 workers[turn].start(partial(scatter, slot, transfer, number))
-            settle()
             for worker in workers:
                 worker.wait()
+
+    def fetch_straight(self, transfers: Iterable[tuple[int, Transfer]], memory: torch.Tensor, arrival: Arrival) -> None:
+        """The same where the pages of an image are registered: the device writes to them itself."""
+        with self._turn:
+            for number, transfer in transfers:
+                if arrival.is_discarded:
+                    return
+                for run, sources in transfer.by_run():
+                    flat = (source.flat_somewhere() for source in sources)
+                    self._devices[transfer.device].fetch(flat, memory[run.start : run.start + run.size])
+                transfer.release()
+                arrival.arrived(number)
 
     def stream(self, transfers: Iterable[Transfer]) -> Iterator[tuple[Transfer, memoryview]]:
         """Every transfer with its bytes, which are valid until the next is asked for. Nothing is released."""
@@ -265,18 +259,11 @@ class Fetcher:
         with self._turn:
             self._ring = {}
 
-    def _begin(self, transfer: Transfer, memory: torch.Tensor, waits: list[Callable[[], None]]) -> None:
-        """Begin to copy a transfer to its places. `waits` is given the functions that wait for it."""
-        for run, sources in transfer.by_run():
-            flat = (source.flat_somewhere() for source in sources)
-            target = memory[run.start : run.start + run.size]
-            waits.append(self._devices[transfer.device].begin_fetch(flat, target))
-
     def _bring(self, transfer: Transfer, ring: dict[tuple[torch.device, int], torch.Tensor], number: int) -> memoryview:
         """Copy a transfer to a slot of a ring, pinned where the device knows that, and wait for it."""
         device = self._devices[transfer.device]
         if (transfer.device, number) not in ring:
             ring[transfer.device, number] = device.allocate_on_host(TRANSFER)
         slot = ring[transfer.device, number]
-        device.begin_fetch(transfer.flat(), slot[: transfer.size])()
+        device.fetch(transfer.flat(), slot[: transfer.size])
         return host_bytes(slot)

@@ -40,6 +40,7 @@ class PrivateImage:
 
     def __init__(self) -> None:
         self.files: Mapping[str, ReservedFile] = {}  # none, ever: its bytes are in no file
+        self.is_registered = False  # that takes seconds
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._taken = 0
         self.size = 0
@@ -62,10 +63,6 @@ class PrivateImage:
 
     def make_resident(self, start: int, size: int) -> None:
         """Private memory is, when it is written to."""
-
-    def is_registered(self, number: int) -> bool:
-        """Never: to register it takes seconds, and it is soon given to another snapshot."""
-        return False
 
     def release(self) -> None:
         """The snapshot is not needed any more."""
@@ -93,7 +90,8 @@ class ReservedImage:
         self._layout = _layout(size, places)
         self._device: Device | None = None
         self._registering: Worker | None = None
-        self._registered: dict[int, torch.Tensor] = {}  # by their number
+        self._parts: list[torch.Tensor] = []  # that are registered
+        self.is_registered = False  # all of it: the device itself can write to it
         self._ends = False
         self.in_use = True
         self.files: dict[str, ReservedFile] = {}
@@ -143,19 +141,18 @@ class ReservedImage:
         if size and not self._range.make_resident(start, size):
             raise FullError("there is no memory left for the snapshot.")
 
-    def is_registered(self, number: int) -> bool:
-        """Whether the device itself can write to this part."""
-        return number in self._registered
-
     def register(self, device: Device, size: int) -> None:
-        """Begin to register the pages, which are resident, in parts of a size: launches of kernels wait for each."""
+        """Begin to register the pages, which are resident, in parts of a size that no transfer goes beyond.
+
+        Launches of kernels wait for each part.
+        """
         if self._registering is None:
             self._device = device
             self._registering = Worker("ckpt-register").start(lambda: self._register(device, size))
 
     def _register(self, device: Device, size: int) -> None:
         memory = self.bytes(self._range.size)
-        for number, start in enumerate(range(0, len(memory), size)):
+        for start in range(0, len(memory), size):
             part = memory[start : start + size]
             if self._ends or not threading.main_thread().is_alive():
                 return
@@ -163,8 +160,9 @@ class ReservedImage:
             if not device.register(part):
                 _log.info("%s cannot write to host memory itself: snapshots take a little longer", device.device)
                 return
-            self._registered[number] = part
+            self._parts.append(part)
             time.sleep(_PAUSE)
+        self.is_registered = True
 
     def release(self) -> None:
         """The snapshot is written, or not needed any more: files that were not written are free."""
@@ -177,8 +175,8 @@ class ReservedImage:
         self._ends = True
         if self._registering is not None:
             self._registering.close()  # waits for it
-        while self._registered and self._device is not None:
-            self._device.unregister(self._registered.popitem()[1])
+        while self._parts and self._device is not None:
+            self._device.unregister(self._parts.pop())
         self._range.release()
         self.release()
 

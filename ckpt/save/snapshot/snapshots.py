@@ -35,7 +35,7 @@ from ckpt.formats.tensors import FileHashes, FilePlan
 from ckpt.save.snapshot.devices import Device
 from ckpt.save.snapshot.fetch import (
     BESIDE_TRAINING,
-    TRANSFER,
+    STRAIGHT,
     WHILE_IT_WAITS,
     Arrival,
     Fetcher,
@@ -191,9 +191,11 @@ class Snapshots:
                 self._warn_of_waiting(layout)
                 return None
             layout, copies = self._copied(layout)
-        transfers = plan_transfers(layout.on_device)
+        is_straight = image is not None and image.is_registered
+        transfers = plan_transfers(layout.on_device, STRAIGHT if is_straight else 0)
         if fits:
-            snapshot = self._fetched(layout, transfers, image or self.memory.take(layout.size), copies)
+            image = image or self.memory.take(layout.size)
+            snapshot = self._fetched(layout, transfers, image, copies, is_straight=is_straight)
         elif any(transfer.is_live for transfer in transfers):  # a device had less room than it said
             copies.release()
             self._warn_of_waiting(layout)
@@ -259,7 +261,13 @@ class Snapshots:
             yield
 
     def _fetched(
-        self, layout: SnapshotLayout, transfers: list[Transfer], image: Image, copies: TensorCopies
+        self,
+        layout: SnapshotLayout,
+        transfers: list[Transfer],
+        image: Image,
+        copies: TensorCopies,
+        *,
+        is_straight: bool,
     ) -> Snapshot:
         """A snapshot in host memory: what is live is there when this returns, copies come later."""
         arrival = Arrival([(transfer.start, transfer.size) for transfer in transfers])
@@ -275,11 +283,14 @@ class Snapshots:
             copies.release_devices()
             image.release()
             if isinstance(image, ReservedImage) and len(layout.device_sizes) == 1:
-                image.register(self._devices[next(iter(layout.device_sizes))], TRANSFER)
+                image.register(self._devices[next(iter(layout.device_sizes))], STRAIGHT)
 
         def fetch_copies() -> None:
             try:
-                self._fetcher.fetch(copied, image, memory, arrival, BESIDE_TRAINING)
+                if is_straight:
+                    self._fetcher.fetch_straight(copied, memory, arrival)
+                else:
+                    self._fetcher.fetch(copied, image, memory, arrival, BESIDE_TRAINING)
             except BaseException as error:  # raised where the files are read
                 arrival.fail(error)
             finally:
