@@ -370,7 +370,7 @@ class _QueuedCopy:
 
     manifest: Manifest
     held: ExitStack
-    lost_lock: bool = False  # the mirror was removed while it was copied, once
+    has_failed: bool = False
 
     @property
     def name(self) -> str:
@@ -397,6 +397,7 @@ class MirrorWorker:
     _current: _QueuedCopy | None = None
     _working: bool = False
     _woken: bool = False  # whether a checkpoint was enqueued, or `close` called, since the last attempt began
+    _is_ending: bool = False  # `close` was called
     _left_alone: bool = False  # the thread hangs in a request, and the run has ended without it
     _guard: threading.Lock = field(default_factory=threading.Lock)
 
@@ -441,6 +442,7 @@ class MirrorWorker:
                 return
             self._working = True
         self.copies.stopping.clear()
+        self._is_ending = False
         self._background.start(lambda: self._work(opening))
         if self.patience.start_wait(self.copies.target, lambda: self.copies.progress).ended(opening):
             error = opening.error
@@ -470,13 +472,13 @@ class MirrorWorker:
     def close(self) -> None:
         """Copy everything that waits, and release the mirror. What cannot be copied now, the next run copies.
 
-        A copy that began before this call may fail for a reason that has passed: it is tried once more. A mirror that
+        A copy may fail for a reason that has passed: it is tried once more. A mirror that
         gives no sign of life for `patience.at_end` seconds is not waited for any longer.
         """
         with self._guard:
             names = self._uncopied()
             idle = bool(names) and not self._working
-            self._working, self._woken = self._working or idle, True
+            self._working, self._woken, self._is_ending = self._working or idle, True, True
         if names:
             bound = "" if self.copies.target.is_local else f" (up to {self.patience.at_end:g} s without an answer)"
             say(f"copying to {self.copies.target.url} before the end{bound}: {', '.join(names)}")
@@ -561,8 +563,9 @@ class MirrorWorker:
                 self._record_failure(f"{copy.name} is not copied", error)
             except Exception as error:  # of any kind: the checkpoint is safe in the root, and training continues
                 self._record_failure(f"{copy.name} was not copied and waits for the next one", error)
-                again = isinstance(error, LostError) and not copy.lost_lock  # the next attempt locks the mirror again
-                copy.lost_lock |= again
+                # a mirror that was removed is locked again; at the end of the run, the reason may have passed
+                again = (isinstance(error, LostError) or self._is_ending) and not copy.has_failed
+                copy.has_failed = True
                 if not self._put_back(copy, again=again):
                     return
                 continue

@@ -268,17 +268,18 @@ class TestTransfers:
         copies = [
             TensorCopy("a", tensors[0], 100),
             TensorCopy("a", tensors[1], 104),
-            TensorCopy("a", tensors[2], 120),
+            TensorCopy("a", tensors[2], 108),
             TensorCopy("b", tensors[3], 200),
             TensorCopy("b", tensors[4], 225),
             TensorCopy("b", tensors[5], 225, True),
         ]
         found = plan_transfers(copies)
         assert [(one.file, one.is_live, one.size, one.start) for one in found] == [
-            ("a", False, 10, 100), ("a", False, 5, 123), ("b", False, 10, 200), ("b", False, 10, 210),
+            ("a", False, 9, 100), ("a", False, 6, 110), ("b", False, 10, 200), ("b", False, 10, 210),
             ("b", False, 5, 220), ("b", True, 5, 225),
         ]  # fmt: skip
-        assert found[0].runs == [Run(0, 100, 7), Run(7, 120, 3)]
+        assert found[0].runs == [Run(0, 100, 7), Run(7, 108, 2)]
+        assert [one.start for one in plan_transfers(copies, 40)] == [100, 200, 225]
         image = torch.full((240,), 255, dtype=torch.uint8)
         for transfer in found:
             data = torch.cat(list(transfer.flat()))
