@@ -32,7 +32,7 @@ with ckpt.StateManager("runs", model=model, dataloader=loader, save_every=1) as 
 """
 STARTS = "No checkpoint in .*runs.*"
 SAVED = r"saved .*runs/step-0000000\d: \d.* kB, training waited \d\.\d\d s, durable after \d\.\d\d s"
-FORGOTTEN = ".*that optimizer begins anew after a resume.*"
+FORGOTTEN = ".*that optimizer starts over after a resume.*"
 RESUMED = (r"resumed from runs/step-00000002: step 2, .*", " +restored +model, rng, progress", " +continues +.*")
 INEXACT = ("not everything is as it was when step-00000002 was saved:", f" +approximated +{FORGOTTEN}")
 
@@ -141,7 +141,7 @@ assert False"""
         timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
-    for text in ("begins anew after a resume", "saved runs/step-00000002", "ckpt warning: of a child"):
+    for text in ("starts over after a resume", "saved runs/step-00000002", "ckpt warning: of a child"):
         assert done.stdout.count(text) == 1, done.stdout
 
 

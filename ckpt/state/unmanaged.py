@@ -75,7 +75,7 @@ class UnmanagedWatch:
         else:
             why = f"save_every={self._save_every!r}, and there were {self._steps} steps" if steps else ""
         if why and not self.quiet:
-            after = f"begin at {self.resumed_from} again" if self.resumed_from else "start afresh"
+            after = f"begin at {self.resumed_from} again" if self.resumed_from else "start from scratch"
             self._remarks.tell(f"unsaved/{what}", f"{what}: {why}. The next run would {after}.")
 
     def _check(self) -> None:
@@ -185,7 +185,7 @@ class UnmanagedWatch:
     def _tell_unmanaged(self, what: str) -> None:
         self._tell(
             "unmanaged optimizer",
-            f"{what}: the state of that optimizer begins anew after a resume. Give it as well: "
+            f"{what}: the state of that optimizer starts over after a resume. Give it as well: "
             "StateManager(root, model=..., optimizer=...), or optimizer={'a': ..., 'b': ...}.",
         )
 
