@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ckpt
-from ckpt.errors import ConfigError, MetricError, MissingError, Preempted
+from ckpt.errors import ConfigError, DamagedError, MetricError, MissingError, Preempted
 
 FOREGROUND = ckpt.SaveOptions(background=False)
 
@@ -215,6 +216,21 @@ def test_a_step_is_loaded_by_its_number_or_its_name(run: Run) -> None:
             run.manager.load_state(wrong)
 
 
+def test_after_a_newest_checkpoint_that_cannot_be_loaded_nothing_is_saved(tmp_path: Path) -> None:
+    with Run(tmp_path).manager as manager:
+        manager.save_state("a")
+    for path in (tmp_path / "a").glob("*.safetensors"):
+        path.write_bytes(b"")
+    for name, refused in ((None, True), ("a", False)):
+        with Run(tmp_path).manager as manager:
+            with pytest.raises(DamagedError):
+                manager.load_state(name)
+            with pytest.raises(ConfigError):
+                manager.save_state("b")
+            found = manager.session.saver.root.lineage.failed_load
+            assert bool(found) is refused
+
+
 def test_a_run_that_has_all_its_epochs_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="ckpt")
     for total, complete in ((2, False), (2, True), (1, True), (3, False)):
@@ -249,6 +265,30 @@ def test_calls_before_the_resume_and_after_the_end_are_refused(run: Run) -> None
         run.manager.step()
     with pytest.raises(ConfigError, match=r"epochs\(\) or batches\(\) on a closed StateManager"):
         next(iter(run.manager.batches(run.loader)))
+
+
+def test_in_a_forked_child_every_call_is_refused_and_close_does_nothing(run: Run) -> None:
+    manager = run.manager
+    manager.resume()
+    owner = manager.session.saver.owner
+    owner.is_here = False  # as after a fork
+    calls: dict[str, Callable[[], object]] = {
+        "epochs() or batches()": lambda: next(iter(manager.epochs(1))),
+        "step()": manager.step,
+        "save_state()": manager.save_state,
+        "save_state('a')": lambda: manager.save_state("a"),
+        "load_state()": manager.load_state,
+        "fingerprint()": manager.fingerprint,
+        "push_to_hub()": lambda: manager.push_to_hub("user/repo"),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ConfigError, match=rf"^{re.escape(name)}: this StateManager belongs to process"):
+            call()
+    with pytest.raises(ConfigError, match="a fork of it"):
+        next(iter(manager.batches(run.loader)))
+    manager.close()
+    owner.is_here = True
+    run.step()  # it is open
 
 
 # -- small calls ------------------------------------------------------------------------------------------------------

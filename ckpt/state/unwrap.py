@@ -85,7 +85,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 def clean_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Names of `module.state_dict()`, each with its name in the unwrapped model."""
     names = list(names)
-    if not names or not any(isinstance(node, JoinedModel) or _inner_name(node) for node in kinds_in(module)):
+    if not any(isinstance(node, JoinedModel) or _inner_name(node) for node in kinds_in(module)):
         return {name: name for name in names}
     return {name: clean_name(module, name) for name in names}
 

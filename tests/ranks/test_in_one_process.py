@@ -705,6 +705,7 @@ def test_sigterm_is_answered_from_the_first_step_on_and_ends_with_its_status() -
         assert not preemption.due(1)
         assert signal.getsignal(signal.SIGTERM) is not before
         grace: Any = preemption._grace
+        assert grace._thread.daemon
         assert grace.left == 300.0
         os.kill(os.getpid(), signal.SIGTERM)
         assert preemption.due(2)

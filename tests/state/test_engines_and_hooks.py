@@ -382,6 +382,26 @@ def test_the_state_of_powersgd_fits_the_same_options_and_buckets(group: None) ->
     assert ddp.is_hook_state(other)
 
 
+def test_powersgd_begins_anew_where_ddp_has_laid_out_other_buckets(
+    group: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    for same in (True, False):
+        model, state = _wrapped(), powersgd.PowerSGDState(None, start_powerSGD_iter=2)
+        state.error_dict[0] = torch.ones(2)
+        buckets = ddp.buckets_of(model)
+        model(torch.ones(2, 3)).sum().backward()
+        ddp._watch(state, model, ddp.Buckets(((3, 2, 1, 0),), buckets.parameters) if same else ddp.Buckets((), "x"))
+        with torch.no_grad():
+            model(torch.ones(2, 3))  # evaluation decides nothing
+        assert list(state.error_dict) == [0]
+        model(torch.ones(2, 3)).sum().backward()
+        assert list(state.error_dict) == ([0] if same else [])
+        assert ("PowerSGD begins its error feedback anew" in caplog.text) is not same
+        state.error_dict[0] = torch.ones(2)
+        model(torch.ones(2, 3)).sum().backward()
+        assert list(state.error_dict) == [0]  # it is looked at once
+
+
 # -- marks ------------------------------------------------------------------------------------------------------------
 
 
