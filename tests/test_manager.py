@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ckpt
-from ckpt.errors import ConfigError, DamagedError, MetricError, MissingError, Preempted
+from ckpt.errors import ConfigError, DamagedError, MetricError, MissingError, Preempted, StorageError
 
 FOREGROUND = ckpt.SaveOptions(background=False)
 
@@ -289,6 +290,26 @@ def test_in_a_forked_child_every_call_is_refused_and_close_does_nothing(run: Run
     manager.close()
     owner.is_here = True
     run.step()  # it is open
+
+
+def test_snapshots_in_memory_are_left_for_a_restart_where_a_run_fails(tmp_path: Path) -> None:
+    def fails() -> None:
+        raise StorageError("no room")
+
+    for number, (error, wait, keeps) in enumerate(
+        ((None, None, False), (ZeroDivisionError(), None, True), (Preempted(143), None, False), (None, fails, True))
+    ):
+        kept: list[bool] = []
+        manager = Run(tmp_path / str(number)).manager
+        session: Any = manager.session
+        memory, session.memory = session.memory, SimpleNamespace(close=lambda keep, kept=kept: kept.append(keep))
+        assert memory is None
+        if wait is not None:
+            session.wait = wait
+        with suppress(ZeroDivisionError, Preempted, StorageError), manager:
+            if error is not None:
+                raise error
+        assert kept == [keeps], error
 
 
 # -- small calls ------------------------------------------------------------------------------------------------------

@@ -449,6 +449,17 @@ def test_the_first_step_of_an_epoch_is_told_with_its_number() -> None:
     assert epochs == [0, 1]
 
 
+def test_the_steps_of_an_epoch_are_calls_or_updates_and_those_of_the_last_that_had_any() -> None:
+    for act, expected in ((Script.step, 3), (Script.call_step, 3), (lambda script: script.optimizer.step(), 3)):
+        script = Script()
+        assert script.loop.seen()["steps_per_epoch"] is None
+        for _ in script.loop.epochs(2):
+            for _ in script.batches():
+                if script.loop.progress.epoch == 0:
+                    act(script)
+        assert script.loop.seen()["steps_per_epoch"] == expected
+
+
 def test_a_step_without_an_optimizer_is_training_too() -> None:
     script = Script()
     script.loop._hooks[0].remove()

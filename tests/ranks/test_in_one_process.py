@@ -442,6 +442,9 @@ def test_launchers_say_how_many_processes_they_have_started(monkeypatch: pytest.
     require_process_group(reads_only=True)
     with pytest.raises(RanksError, match=r"one of 16 processes that mpiexec .* or start them with torchrun"):
         require_process_group(reads_only=False)
+    with pytest.raises(RanksError, match="one of 16 processes"):
+        find_ranks("runs/x", 5.0)
+    assert isinstance(find_ranks("runs/x", 5.0, reads_only=True), SingleProcess)
     monkeypatch.setenv("WORLD_SIZE", "4")
     for reads_only in (True, False):
         with pytest.raises(RanksError, match=r"one of 4 processes that torchrun.*before StateManager\(...\)\. If"):
@@ -472,6 +475,10 @@ def test_a_process_that_is_alone_is_a_single_one(group: None, monkeypatch: pytes
     assert (type(two), two.rank, two.world_size, two.members) == (StoreGroup, 1, 2, (1, 2))
     whole = find_ranks("runs/x", 5.0)
     assert (type(whole), whole.rank, whole.world_size, whole.members) == (StoreGroup, 2, 4, None)
+    find_ranks("runs/y", 5.0, own_root=True)
+    built = store_group.built_here()
+    assert built.labels("runs/x") == ["runs/x"]
+    assert built.labels(find.OWN_ROOTS) == ["runs/y"]
 
 
 def test_managers_of_different_groups_never_meet() -> None:
@@ -672,6 +679,20 @@ def test_a_listener_calls_who_was_there_before_and_gives_the_signal_back() -> No
         assert not elsewhere.is_listening
     finally:
         signal.signal(signal.SIGUSR2, before)
+
+
+def test_in_a_forked_child_a_signal_does_what_it_did_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    listener: Any = SignalListener(signal.SIGUSR2, lambda: calls.append("told"))
+    listener._previous = lambda *_: calls.append("before")
+    listener._owner.is_here = False
+    for number in (signal.SIGUSR2, signal.SIGINT, signal.SIGUSR1):  # of the last it would die
+        listener._handle(number, None)
+    assert calls == ["before", "before"]
+    monkeypatch.setattr(schedule_and_signals, "get_worker_info", lambda: SimpleNamespace(id=0))
+    for number in (signal.SIGUSR2, signal.SIGINT):
+        listener._handle(number, None)
+    assert calls == ["before"] * 3  # workers are left alone by Ctrl-C
 
 
 def test_the_first_ctrl_c_is_answered_and_the_second_interrupts(capfd: pytest.CaptureFixture[str]) -> None:

@@ -164,7 +164,7 @@ def test_an_engines_counters_scheduler_and_scaler_come_back() -> None:
     bare.restore({**saved, "in_window": True}, read, {"lr_scheduler": "why"}, notes)()
     assert notes.skipped == {"deepspeed.lr_scheduler": "why"}
     assert "the next update is made without them" in notes.approximated["gradients"]
-    assert bare.kind == "Engine"
+    assert (bare.kind, bare.same_class, bare.can_be_sharded) == ("Engine", False, False)
 
 
 def test_an_engine_in_an_accumulation_window_is_not_loaded_into() -> None:
@@ -222,6 +222,7 @@ def test_a_ranks_partitions_are_saved_and_loaded_through_deepspeeds_own_calls(gr
     engine = Engine(optimizer=optimizer, param_names={optimizer.value: "value"})
     (part,) = EnginePart("deepspeed", engine).own_parts(3).values()
     assert (part.key, part.kind) == ("deepspeed-00003", "DeepSpeedZeroOptimizer of SGD")
+    assert (part.same_class, part.can_be_sharded) == (True, False)
     saved = part.capture()
     assert saved["state"] == {"partition_count": 1}
     assert saved["scaler"] == {"class": "SimpleNamespace", "values": {"scale": 8}}
@@ -323,6 +324,7 @@ def test_the_state_of_a_hook_comes_back_or_is_named(group: None) -> None:
     saved = part.capture()
     assert saved["model/0"]["class"] == "Remembering"
     assert saved["model/0"]["state"] == {"count": 3}
+    assert (part.same_class, part.can_be_sharded, part.kind) == (False, False, HOOKS)
     state.count, notes = 0, Notes()
     read = _read(saved)
     part.restore(saved, read, {}, notes)()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from ckpt.state.registry import (
     _is_non_zero,
     are_plain,
     find_source,
+    holds_unsharded,
     is_plain,
     obstacle,
     refuse_unnamed,
@@ -265,6 +267,21 @@ def test_a_registry_tells_of_new_optimizers_once_and_leaves_out_what_it_shall() 
     objects.append(ManagedObjects({"model": model}, {"optimizer": first}, left_out=left_out))
     registry.refresh()
     assert list(registry.parts) == ["model"]
+
+
+def test_a_released_registry_marks_gradients_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model()
+    optimizer = _sgd(model)
+    registry, _ = _registry(model=model, optimizer=optimizer)
+    for released, own in ((False, []), (True, ["gradients-00000"])):
+        if released:
+            registry.release()
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert list(registry.own_parts_to_save(0)[0]) == own
+    monkeypatch.delitem(sys.modules, "torch.distributed.fsdp", raising=False)
+    assert not holds_unsharded({"model": model})  # nobody has imported what would
 
 
 def test_the_tensors_of_a_registry_are_parameters_buffers_and_optimizer_state() -> None:

@@ -24,6 +24,7 @@ from ckpt.errors import CkptError, ConfigError, UnsupportedError
 from ckpt.state import ddp, deepspeed, rng, samplers, unwrap
 from ckpt.state.joined import Joined, JoinedOptimizer, StateOfAll, contained_optimizers
 from ckpt.state.objects import ManagedObjects
+from ckpt.state.optimizer import OptimizerPart
 from ckpt.state.unwrap import JoinedModel, clean_name, clean_names, gradients, parameter_names
 
 
@@ -132,6 +133,10 @@ def test_ddp_over_all_ranks_keeps_parameters_and_broadcast_buffers_equal(group: 
         assert ddp.equal_parameters([model, nn.Linear(1, 1)], members) == all_of_them
         assert ddp.broadcast_buffers(model, members) == buffers
     assert ddp.equal_parameters([model], (0, 1)) == frozenset()  # other ranks have it too
+    values, apart = list(model.parameters()), nn.Parameter(torch.ones(1))
+    for trained, members, equal in ((values, None, True), ([*values, apart], None, False), (values, (0, 1), False)):
+        part = OptimizerPart("optimizer", torch.optim.SGD(trained, lr=0.1), {"": model})
+        assert part.replication({}, members).all_equal is equal
     model.parameters_to_ignore = {"0.weight", "1.running_mean"}
     inner: Any = model.module
     assert ddp.equal_parameters([model]) == all_of_them - {id(inner[0].weight)}
@@ -313,6 +318,41 @@ def test_the_global_generators_come_back_and_their_difference_is_seen() -> None:
     assert not rng.differ(without, before)
 
 
+class Device:
+    """What ckpt asks of torch.cuda, or, with less, of torch.mps."""
+
+    def __init__(self, devices: int, **more: Any) -> None:
+        self.states: list[Any] = list(range(devices))
+        vars(self).update(more)
+
+    def device_count(self) -> int:
+        return len(self.states)
+
+    def set_rng_state(self, state: Any, index: int = 0) -> None:
+        self.states[index] = state
+
+    def get_rng_state(self) -> Any:
+        return self.states[0]
+
+
+class Devices(Device):
+    def get_rng_state_all(self) -> list[Any]:
+        return list(self.states)
+
+
+def test_generators_of_devices_come_back_where_there_are_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, mps = Devices(3, is_initialized=lambda: True), Device(1)
+    monkeypatch.setattr(rng, "_accelerators", lambda: {"cuda": cuda, "mps": mps})
+    saved = rng.capture()
+    assert (saved["cuda"], saved["mps"]) == ([0, 1, 2], [0])
+    cuda.states, mps.states = ["x", "y"], ["z"]
+    rng.restore(saved)
+    assert (cuda.states, mps.states) == ([0, 1], [0])  # one device less than before
+    rng.restore({key: value for key, value in saved.items() if key not in ("cuda", "mps")})
+    cuda.is_initialized = lambda: False  # type: ignore[attr-defined]
+    assert "cuda" not in rng.capture()
+
+
 def test_a_state_that_no_generator_takes_is_known_before_it_is_restored() -> None:
     good = rng.capture()
     numpy = good["numpy"]
@@ -328,6 +368,7 @@ def test_a_state_that_no_generator_takes_is_known_before_it_is_restored() -> Non
         {**good, "torch": torch.zeros(3)},
         {**good, "numpy": beyond},
         {**good, "numpy": below},
+        {**good, "numpy": {**numpy, "state": {**numpy["state"], "key": [1]}}},
         {**good, "cuda": [torch.zeros(3)]},
         {**good, "cuda": [torch.zeros(3, dtype=torch.uint8), 3]},
         {key: value for key, value in good.items() if key != "torch"},
