@@ -139,6 +139,16 @@ def test_an_exception_says_that_the_save_that_was_due_is_not_taken(
         "step 1 was due to be saved at the end of its iteration, which ZeroDivisionError has cut short" in caplog.text
     )
     assert _names(tmp_path) == []
+    caplog.clear()
+    other = Run(tmp_path / "other", save_every=1)
+    for (inputs,) in other.manager.batches(other.loader):
+        other.step(inputs)
+        break
+    try:
+        raise KeyError
+    except KeyError:
+        other.manager.close()
+    assert "which KeyError has cut short" in caplog.text
     clean = Run(tmp_path, save_every=1)
     with clean.manager as manager:
         for (inputs,) in manager.batches(clean.loader):

@@ -301,6 +301,22 @@ def test_the_state_of_another_rank_of_torchtitan_is_refused_and_one_of_its_own_i
         assert len(_take(_resumed(lambda: DataLoader(OfRank("dp_rank_1"), 2), {"batches": 2, "state": known}))) == 6
 
 
+def test_a_stream_or_a_sampler_that_does_not_take_its_state_back_is_named() -> None:
+    class Sampler(SequentialSampler):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise ValueError("odd")
+
+    with pytest.raises(StateError, match="StatefulStream could not load its state: KeyError"):
+        _take(_resumed(lambda: DataLoader(StatefulStream(), 2), {"batches": 2, "state": {}}))
+    data: Any = list(range(4))
+    saved = {"batches": 1, "rng": rng.capture(), "samplers": [{}]}
+    with pytest.raises(StateError, match="Sampler could not load its state: ValueError: odd"):
+        _take(_resumed(lambda: DataLoader(data, 2, sampler=Sampler(data)), saved))
+
+
 def test_a_pass_set_to_an_epoch_tells_the_loader_its_samplers_and_its_data() -> None:
     told: list[tuple[str, int]] = []
 
@@ -569,6 +585,7 @@ def test_what_changes_after_the_report_of_a_resume_is_warned_of_at_once(caplog: 
         assert "had 9 when it was saved" in unclaimed.approximated["loader.0.dataset"]
         assert ("not exact: loader.0.dataset" in caplog.text) is (reported and rank == 0)
     unclaimed = UnclaimedPositions()
+    assert not unclaimed.reported
     assert unclaimed.claim("loader.0", TrackedLoader(_shuffled(), 0, 1)) is None
     caplog.clear()
     unclaimed._warn("the order is another one")
