@@ -134,9 +134,14 @@ def test_ddp_over_all_ranks_keeps_parameters_and_broadcast_buffers_equal(group: 
         assert ddp.broadcast_buffers(model, members) == buffers
     assert ddp.equal_parameters([model], (0, 1)) == frozenset()  # other ranks have it too
     values, apart = list(model.parameters()), nn.Parameter(torch.ones(1))
-    for trained, members, equal in ((values, None, True), ([*values, apart], None, False), (values, (0, 1), False)):
+    cases: list[tuple[list[Any], Any, bool]] = [
+        (values, None, True),
+        ([*values, apart], None, False),
+        (values, (0, 1), False),
+    ]
+    for trained, ranks, equal in cases:
         part = OptimizerPart("optimizer", torch.optim.SGD(trained, lr=0.1), {"": model})
-        assert part.replication({}, members).all_equal is equal
+        assert part.replication({}, ranks).all_equal is equal
     model.parameters_to_ignore = {"0.weight", "1.running_mean"}
     inner: Any = model.module
     assert ddp.equal_parameters([model]) == all_of_them - {id(inner[0].weight)}
