@@ -128,13 +128,16 @@ build/reach.json.gz: | $(READY) $(SERVERS)
 mutants: build/reach.json.gz
 	$(BIN)/python -m tests.mutants --jobs $(JOBS) --count $(COUNT) --seed $(SEED) $(if $(REPORT),--report $(REPORT)) $(MUTANTS)
 
-# altered files of every kind before every operation that reads; REPORT=docs/fuzzing.md keeps the report,
+# altered files of every kind before every operation that reads, then conversations with servers that lie (S3, GCS, Azure,
+# the Hub, HTTP: lengths, ETags, names, redirects, without an end); REPORT=docs/fuzzing.md keeps the report of the files,
 # SAVE=tests/fuzz/corpus what was found
 INPUTS ?= 200000
+CONVERSATIONS ?= 2000
 fuzz: REPORT ?= build/fuzzing.md
 fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz --all --inputs $(INPUTS) --seed $(SEED) --jobs $(JOBS) --report $(REPORT) \
 		$(if $(SAVE),--save $(SAVE))
+	$(BIN)/python -m tests.fuzz.servers --conversations $(CONVERSATIONS) --seed $(SEED) --jobs $(JOBS)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks cpu

@@ -534,7 +534,11 @@ _OF_EVERY_REQUEST = {"accept", "accept-encoding", "range", "user-agent"}
 async def _leave_headers_behind(session: Any, context: Any, redirect: Any) -> None:
     """Before a redirect to another origin: aiohttp sends the headers of the last request, which this empties."""
     target = redirect.response.headers.get("Location") or redirect.response.headers.get("URI") or ""
-    if redirect.url.join(type(redirect.url)(target)).origin() != redirect.url.origin():
+    try:
+        stays = redirect.url.join(type(redirect.url)(target)).origin() == redirect.url.origin()
+    except ValueError:  # no URL, or none of a server: aiohttp refuses it next
+        stays = False
+    if not stays:
         for name in [name for name in redirect.headers if name.lower() not in _OF_EVERY_REQUEST]:
             redirect.headers.popall(name, None)
 

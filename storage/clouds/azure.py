@@ -175,6 +175,8 @@ class AzureClient:
             return errors.cut_off(begin, error)
         if isinstance(error, ValueError):  # a key that is not base64, for instance
             return errors.refused(begin, self._advice)
+        if isinstance(error, errors.OF_BELIEVERS):
+            return errors.strange_answer(where, "gives an answer that Azure does not give")
         return None
 
     def _blob(self, key: str) -> Any:

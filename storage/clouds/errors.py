@@ -81,6 +81,10 @@ def cut_off(begin: str, error: BaseException) -> TransientError:
     return TransientError(f"{begin}: the connection failed ({type(error).__name__}).")
 
 
+# what clients raise that believe a server: its lengths, the fields that it leaves out, documents without an end
+OF_BELIEVERS = (AttributeError, LookupError, MemoryError, RecursionError, TypeError)
+
+
 def strange_answer(where: str, what: str) -> StorageError:
     """The error for an answer that no such store gives: to ask again would not help."""
     return StorageError(f"could not read {where}: the server {what}. Check the endpoint.")

@@ -318,7 +318,7 @@ class GcsClient:
             return errors.refused(begin, self._advice)
         if isinstance(error, network.RequestException | HTTPError | OSError):
             return errors.cut_off(begin, error)
-        if isinstance(error, KeyError | TypeError | ValueError):
+        if isinstance(error, (*errors.OF_BELIEVERS, ValueError)):
             return errors.strange_answer(where, "gives an answer that GCS does not give")
         return None
 

@@ -34,7 +34,9 @@ _CHECKOUT = Path(__file__).parents[2]
 
 
 def _code_folders() -> tuple[str, ...]:
+    added = [path for path in sys.path if path.endswith("site-packages")]  # a .pth file may name another environment's
     places = [*sysconfig.get_paths().values(), *site.getsitepackages(), sys.prefix, sys.base_prefix, str(_CHECKOUT)]
+    places += added
     return tuple({os.path.realpath(place).rstrip("/") + "/" for place in places})
 
 

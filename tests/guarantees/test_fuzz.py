@@ -50,6 +50,21 @@ def test_nothing_that_the_fuzzer_ever_found_is_there_again(tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
 
 
+@pytest.mark.slow
+@needs_linux
+@pytest.mark.timeout(900)
+def test_a_slice_of_the_conversations_with_servers_that_lie_finds_nothing(tmp_path: Path) -> None:
+    """No crash, no hang, no file elsewhere, no planted secret in what is raised, logged, written or sent on."""
+    seed = os.environ.get("CKPT_FUZZ_SEED", "18")
+    command = [sys.executable, "-m", "tests.fuzz.servers", "--conversations", "30", "--seed", seed, "--jobs", "1"]
+    done = subprocess.run(
+        [*command, "--scratch", str(tmp_path)], cwd=_ROOT, capture_output=True, text=True, timeout=800
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert done.stdout.startswith("30 conversations with servers that lie")
+    assert list(tmp_path.iterdir()) == []
+
+
 _PLANTED = """
 import json, os, sys
 from tests.fuzz import targets

@@ -211,3 +211,9 @@ class TestSecrets:
             assert open_storage(url, **QUICK, auth=("u", "p")).read("x") == b"x"
             with pytest.raises(ConfigError, match="auth= must be a user name and a password"):
                 open_storage(url, auth="u:p")
+
+
+@pytest.mark.parametrize("target", ["//", "file:///etc/passwd", "http://[", "x\x7f"])
+def test_a_redirect_to_nowhere_is_refused(target: str) -> None:
+    with server(sends(302, Location=target)) as url, pytest.raises(StorageError):
+        open_storage(f"{url}/run", **QUICK).read("x")

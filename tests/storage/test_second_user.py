@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,9 +15,13 @@ import pytest
 
 import ckpt
 from ckpt.errors import ConfigError, LockedError, StorageError
+from ckpt.memory.keeper_process import require_keeper
+from ckpt.memory.place import MemoryPlace, remove_expired
+from ckpt.memory.slot_storage import hold_memory, slot_storage
 from ckpt.storage import LocalStorage
 from ckpt.storage.local import locks
 from tests.helpers.byte_checkpoints import save
+from tests.memory.deserted import no_keeper_left
 
 NOBODY = 65534
 TRIES = 200
@@ -40,6 +45,29 @@ for path in sys.argv[1:]:
         pass
 print(len(held), flush=True)
 time.sleep(600)
+"""
+# tries whatever one can do with a path, and prints how often it could
+MEDDLE = """
+done = 0
+for path in sys.argv[1:]:
+    for act in (
+        lambda: os.open(path, os.O_RDONLY), lambda: os.open(path, os.O_RDWR), lambda: os.listdir(path),
+        lambda: os.open(path + "/x.asked", os.O_CREAT | os.O_WRONLY), lambda: os.symlink("/x", path + "/x.asked"),
+        lambda: os.link(path, path + ".x"), lambda: os.rename(path, path + ".x"), lambda: os.chmod(path, 0o777),
+        lambda: os.unlink(path), lambda: os.rmdir(path), lambda: os.utime(path), lambda: os.truncate(path, 0),
+    ):
+        try:
+            act()
+            done += 1
+        except OSError:
+            pass
+for process in sys.argv[1].split(","):
+    try:
+        os.kill(int(process), 0)
+        done += 1
+    except OSError:
+        pass
+print(done, flush=True)
 """
 
 
@@ -211,3 +239,64 @@ class TestWhoMayOnlyRead:
                 pass
         storage.write("a", [b"x"], over=None)
         assert storage.read("a") == b"x"
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Shared memory as systems have it: everybody may add to it, and remove what is his own.
+
+    Not below pytest's folders, which another pytest on this machine closes to everybody else.
+    """
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as above:
+        folder = Path(above, "memory")
+        folder.mkdir()
+        folder.chmod(0o1777)
+        Path(above).chmod(0o755)
+        monkeypatch.setenv("CKPT_MEMORY_DIR", str(folder))
+        monkeypatch.setenv("CKPT_MEMORY_KEEPER", "on")
+        with no_keeper_left(folder):
+            yield folder
+
+
+class TestSharedMemory:
+    """Snapshots in memory, and the keeper that holds them, are out of another user's reach."""
+
+    def test_nothing_of_a_run_or_its_keeper_can_be_read_written_locked_or_asked_for(self, memory: Path) -> None:
+        run = MemoryPlace.create("/run", root_shown="/run")
+        hold_memory(run)
+        keeper = require_keeper(run)
+        storage = slot_storage(run)
+        storage.write("step-1/model", [b"x" * (8 << 20)])
+        assert any("/proc/" in os.readlink(path) for path in run.path.rglob("*") if path.is_symlink())  # it holds it
+        opened = [
+            f"/proc/{process}/fd/{number}" for process in (keeper.process, os.getpid()) for number in range(3, 40)
+        ]
+        paths = [run.path, *run.path.rglob("*"), *opened, f"/proc/{keeper.process}/mem"]
+        (memory.parent / "open").mkdir()
+        (memory.parent / "open").chmod(0o777)
+        for there, tries in ((paths, False), ([memory.parent / "open"], True)):
+            with nobody(MEDDLE, f"{keeper.process},{os.getpid()}", *there) as done:
+                assert bool(done) is tries
+        assert storage.read("step-1/model") == b"x" * (8 << 20)
+        run.remove()
+
+    def test_a_folder_that_he_exchanges_for_a_link_to_a_deserted_run_is_neither_found_nor_emptied(
+        self, memory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CKPT_MEMORY_LINGER", "0.001")
+        elsewhere, theirs, link = memory.parent / "elsewhere", memory / f"ckpt-{'a' * 32}", memory / f"ckpt-{'b' * 32}"
+        left = MemoryPlace.create("/run", root_shown="/run")
+        left.release()
+        left.path.rename(elsewhere)  # deserted, and out of the folder in which runs are looked for
+        before = sorted(path.name for path in elsewhere.iterdir())
+        theirs.mkdir(mode=0o700)
+        link.symlink_to(elsewhere)
+        for path in (theirs, link):
+            os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+        with nobody(EXCHANGE, theirs, link):
+            for _ in range(TRIES):
+                assert MemoryPlace.find("/run") is None
+                assert remove_expired() == []
+        assert sorted(path.name for path in elsewhere.iterdir()) == before
+        for path in (theirs, link):  # whichever is which now
+            path.unlink() if path.is_symlink() else path.rmdir()
