@@ -397,7 +397,7 @@ def _digest(values: Iterable[Any]) -> str:
     for value in values:
         if isinstance(value, torch.Tensor):
             local = local_tensor(value)
-            hasher.update(host_bytes(on_host(local)))
+            hasher.update(repr(local.shape).encode() if local.is_meta else host_bytes(on_host(local)))
         else:
             hasher.update(repr(value).encode())
     return hasher.hexdigest()

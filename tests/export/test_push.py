@@ -171,7 +171,7 @@ class TestOneProcess:
         assert "config.json is pushed" not in capfd.readouterr().err
         ckpt.push_to_hub(tmp_path / "run" / "x", "me/bare")
         assert "No config.json is pushed, and from_pretrained needs one" in capfd.readouterr().err
-        with pytest.raises(ckpt.ConfigError, match=r"beside='.*nowhere' is no folder"):
+        with pytest.raises(ckpt.ConfigError, match=r"beside='.*nowhere' is not a folder"):
             ckpt.push_to_hub(tmp_path / "run" / "x", REPO, beside=tmp_path / "nowhere")
 
     def test_a_folder_at_a_url_takes_its_configuration_along(self, hub: HubServer, tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ckpt.errors import ConfigError
 from ckpt.selftest import compare
 from ckpt.selftest.check import Program, ProgramError, Run, kill_steps, last_lines
 from ckpt.selftest.compare import Difference, Rank, cause, first_difference
+from ckpt.selftest.recorder import _digest
 from ckpt.selftest.trace import (
     End,
     Plan,
@@ -376,3 +378,8 @@ class TestRun:
 
 def test_a_difference_has_no_names_unless_it_is_told() -> None:
     assert Difference("losses", 0, 0, 1, "x") == Difference("losses", 0, 0, 1, "x", None, (), ())
+
+
+def test_models_without_memory_are_told_apart_by_their_shapes() -> None:
+    found = {_digest([torch.empty(size, device="meta")]) for size in (2, 3)}
+    assert len(found) == 2

@@ -200,7 +200,7 @@ def test_the_newest_checkpoint_is_not_passed_over_because_it_cannot_be_reached(p
         for name in ("step-1", "step-2"):
             manager.save_state(name, wait=True)
         proxied.plan = lambda method, path: "slow down" if method == "GET" and "step-2/model" in path else None
-        with pytest.raises(ckpt.TransientError, match=r"step-2 cannot be read now: .*SlowDown.* no older one"):
+        with pytest.raises(ckpt.TransientError, match=r"step-2 cannot be read now: .*SlowDown.* not load an older one"):
             manager.load_state()
         proxied.plan = lambda method, path: "slow down" if method == "GET" and "step-1/model" in path else None
         assert manager.load_state().name == "step-2"

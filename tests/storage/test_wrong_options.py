@@ -15,7 +15,11 @@ from ckpt.storage import open_storage
     ("url", "options", "said"),
     [
         ("s3://bucket/run", {"deadline": "5min"}, "deadline='5min' must be a number of seconds"),
-        ("s3://bucket/run", {"stall": 0, "deadline": -1}, "deadline=-1 and stall=0 must be a number of seconds"),
+        (
+            "s3://bucket/run",
+            {"stall": 0, "deadline": -1},
+            "deadline=-1 must be a number of seconds; stall=0",
+        ),
         ("gs://bucket/run", {"deadline": "5min"}, "deadline='5min' must be a number of seconds"),
         ("hub://me/run", {"deadline": None}, "deadline=None must be a number of seconds"),
         ("hub://me/run", {"interval": "1h"}, "interval='1h' must be a number of seconds"),

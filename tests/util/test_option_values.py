@@ -103,7 +103,7 @@ class Everything(Options):
     size: Size = 0
     flag: Flag = True
     maybe: Maybe = None
-    secret: Settings | None = None
+    settings: Settings | None = None
     mode: Annotated[str, one_of("full", "sharded")] = "full"
 
     def contradictions(self, wrong: Any) -> list[str]:
@@ -111,14 +111,14 @@ class Everything(Options):
 
 
 def test_an_option_object_refuses_nonsense_when_it_is_built_and_all_of_it_at_once() -> None:
-    Everything(seconds=2, maybe=False, secret={"key": "x"}, mode="sharded")
+    Everything(seconds=2, maybe=False, settings={"key": "x"}, mode="sharded")
     with pytest.raises(ConfigError) as raised:
-        Everything(steps=0, seconds=-1, time="soon", size="x", flag=None, maybe=1, secret="pa55", mode="x")  # type: ignore[arg-type]
+        Everything(steps=0, seconds=-1, time="soon", size="x", flag=None, maybe=1, settings="pa55", mode="x")  # type: ignore[arg-type]
     assert str(raised.value) == (
         "Everything: steps=0 must be a number of steps, 1 or more; seconds=-1 must be a number of seconds, up to ten "
         "years; time='soon' must be a time, as '10min', '90s' or '2h'; size='x' must be a size, as '8GB' or in bytes; "
-        "flag=None must be True or False; maybe=1 must be True, False or None; secret=a str must be a dict of what the "
-        "storage of a URL takes; mode='x' must be one of full, sharded."
+        "flag=None must be True or False; maybe=1 must be True, False or None; settings=a str must be a dict of what "
+        "the storage of a URL takes; mode='x' must be one of full, sharded."
     )
     with pytest.raises(ConfigError, match=r"^Everything: steps and size may not both be 7\.$"):
         Everything(steps=7, size=7)
