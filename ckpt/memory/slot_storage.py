@@ -88,5 +88,6 @@ def _check(path: Path, descriptor: int) -> None:
     with suppress(OSError):
         if os.path.samestat(os.stat(path), os.fstat(descriptor)):
             return
+    where = os.readlink(path)
     path.unlink()
-    raise StorageError(f"the memory that the keeper process holds cannot be reached through {os.readlink(path)}.")
+    raise StorageError(f"the memory that the keeper process holds cannot be reached through {where}.")

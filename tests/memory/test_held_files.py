@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.errors import AbsentError, TransientError
+from ckpt.errors import AbsentError, StorageError, TransientError
 from ckpt.memory import slot_storage
 from ckpt.memory.keeper import HELD, HeldFiles
 from ckpt.storage import LocalStorage, StablePieces, Storage
@@ -170,3 +170,12 @@ class TestAKeeperThatIsGone:
         storage.write("b", [LARGE])
         assert (tmp_path / "other").read_bytes() == b"of somebody"
         assert storage.read("b") == LARGE
+
+
+def test_memory_that_cannot_be_reached_through_its_holder_is_refused_and_leaves_no_name(tmp_path: Path) -> None:
+    other, path = tmp_path / "other", tmp_path / "held"
+    other.write_bytes(b"another file")
+    path.symlink_to(other)
+    with open(__file__, "rb") as file, pytest.raises(StorageError, match=f"reached through {other}"):
+        slot_storage._check(path, file.fileno())
+    assert not os.path.lexists(path)

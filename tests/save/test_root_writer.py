@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 import shutil
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from ckpt.ranks.consensus import Result, SingleProcess
 from ckpt.ranks.hosts import Hosts
 from ckpt.root.catalog import History, Overview, Summary, find
 from ckpt.root.write_link_commit import EarlierFile
+from ckpt.save import root_writer
 from ckpt.save.root_writer import (
     Lineage,
     Links,
@@ -751,3 +753,10 @@ def test_who_locks_a_root_does_so_alone_and_commits_that_wait_are_published(tmp_
     assert entered.count == 1
     assert writer.unread_newest is None
     writer.close()
+
+
+def test_a_checkpoint_names_the_processor_or_else_the_kind_of_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(root_writer, "_processor", lambda: "A processor")
+    assert root_writer.device_name() == "A processor"
+    monkeypatch.setattr(root_writer, "_processor", lambda: "")
+    assert root_writer.device_name() == platform.machine()

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from ckpt.errors import AbsentError, ConfigError, ConflictError, DeniedError, StorageError, TransientError
+from ckpt.errors import AbsentError, ConfigError, ConflictError, DeniedError, FullError, StorageError, TransientError
 from ckpt.storage import Entry, multipart
 from ckpt.storage.clouds import gcs, objects, s3
 from ckpt.storage.clouds.azure import AzureClient
-from ckpt.storage.clouds.errors import Advice
+from ckpt.storage.clouds.errors import Advice, from_answer
 from ckpt.storage.clouds.gcs import Answer, AnswerError, GcsClient, receive, successful
 from ckpt.storage.clouds.objects import CloudObjects, Head, several
 from ckpt.storage.clouds.s3 import translate_error
@@ -392,3 +392,38 @@ def test_a_folder_of_azure_is_not_listed() -> None:
     assert following == "next"
     assert made.page("run/", "next")[1] is None
     assert asked[:2] == [{"name_starts_with": "run/", "include": ["metadata"]}, None]
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind", "said"),
+    [
+        (412, "", ConflictError, "s3://bucket/key"),
+        (412, "Other", StorageError, "Other"),
+        (404, "", AbsentError, "does not exist"),
+        (404, "Other", StorageError, "Other (404)"),
+        (413, "", FullError, "says 413. Free some space"),
+        (507, "", FullError, "says 507. Free some space"),
+        (508, "", TransientError, "says 508 (508)"),
+        (501, "", StorageError, "does not know such a request"),
+        (500, "", TransientError, "says 500 (500)"),
+        (408, "", TransientError, "says 408 (408)"),
+        (429, "", TransientError, "says 429 (429)"),
+        (401, "", DeniedError, "401"),
+        (403, "", DeniedError, "403"),
+        (400, "no code \x1b", StorageError, "says 400 (400)"),
+        (499, "", StorageError, "says 499 (499)"),
+    ],
+)
+def test_what_an_answer_means(status: int, code: str, kind: type[StorageError], said: str) -> None:
+    error = from_answer(
+        status, code, "write", "s3://bucket/key", Advice("the bucket 'bucket'", "the login", "the address")
+    )
+    assert type(error) is kind
+    assert said in str(error)
+
+
+def test_an_error_that_says_where_is_passed_on_and_one_of_an_answer_is_told_where(cloud: CloudObjects) -> None:
+    known = AbsentError("gone")
+    assert cloud._problem(known, "read", "k") is known
+    told = cloud._problem(StorageError("no"), "read", "k")
+    assert str(told) == f"could not read {cloud.url}/k: no"

@@ -1167,3 +1167,34 @@ def test_a_store_is_asked_in_the_order_and_with_the_ages_that_are_promised() -> 
     with storage.giving_up():
         pass
     assert StablePieces.of(iter([b"x"])) is None
+
+
+@pytest.mark.parametrize(
+    ("shared", "number", "raises"),
+    [(True, errno.EACCES, False), (True, errno.EROFS, False), (True, errno.EIO, True), (False, errno.EACCES, True)],
+)
+def test_only_a_reader_who_may_not_write_does_without_a_lock(
+    shared: bool, number: int, raises: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(LocalLocks, "_wait", fails)
+    storage = LocalStorage(tmp_path)
+    storage.write("a/file", [b"x"])
+    if raises:
+        with pytest.raises(StorageError), storage.lock("a", shared=shared):
+            pass
+    else:
+        with storage.lock("a", shared=shared):
+            pass
+
+
+def test_nothing_is_listed_beyond_the_longest_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = LocalStorage(tmp_path)
+    storage.write("a/b/deep", [b"x"])
+    storage.write("a/near", [b"x"])
+    root = len(str(tmp_path))
+    for longest, found in ((root + 4, ["a/b/deep", "a/near"]), (root + 3, ["a/near"]), (root + 1, [])):
+        monkeypatch.setattr(files, "_LONGEST_PATH", longest)
+        assert sorted(entry.key for entry in storage.list()) == found
