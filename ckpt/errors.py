@@ -99,7 +99,7 @@ class AbsentError(StorageError):
 
 
 class TruncatedError(StorageError):
-    """An object ends before the bytes that were asked for."""
+    """An object is shorter than the range of bytes that was asked for."""
 
 
 class DeniedError(StorageError):

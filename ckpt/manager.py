@@ -391,8 +391,8 @@ class StateManager:
         """Finish saves and copies to the mirror, and release the root, the loaders and SIGTERM.
 
         It removes snapshots in memory. If an exception ends the run, even if you call this in `finally` or `except`, it
-        leaves them for a restart. With `with ckpt.StateManager(...)` you need not call it. In a forked child it does
-        nothing, because everything belongs to the parent.
+        leaves them for a restart. You don't need to call it if you write `with ckpt.StateManager(...)`. In a forked
+        child it does nothing, because everything belongs to the parent.
         """
         error = sys.exc_info()[1]
         self._session.end_loop(error)

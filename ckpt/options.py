@@ -211,7 +211,8 @@ class Mirror(Options):
         StateManager("runs/x", mirror=ckpt.Mirror("s3://bucket/x", keep=ckpt.Keep(last=10), bandwidth="50MB"), ...)
 
     If the root has no intact checkpoint at the start, ckpt waits for the mirror as long as the storage tries: it may
-    have one. After SIGTERM the end waits at most 5 s, and not beyond `grace`. The next run copies what is missing.
+    have one. After SIGTERM, `close` waits at most 5 s, and never longer than `grace`. The next run copies what is
+    missing.
 
     Args:
         url: A path, a URL or a storage.

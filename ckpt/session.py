@@ -484,7 +484,7 @@ class Session:
                 self.pusher.wait()
 
     def close(self, *, for_restart: bool = False) -> None:
-        """Finish and release everything. `for_restart`: what is in memory is left for a restart."""
+        """Finish and release everything. `for_restart`: leave the snapshots in memory to a restart."""
         if not self.saver.owner.is_here:
             return
         try:

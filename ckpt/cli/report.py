@@ -30,7 +30,7 @@ def _modes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
 @click.argument("root", shell_complete=checkpoint_or_path)
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="The file to write.")
 @click.option(
-    "--format", "kind", type=click.Choice([HTML, MARKDOWN]), help="The format, if the file's suffix doesn't say it."
+    "--format", "kind", type=click.Choice([HTML, MARKDOWN]), help="The format, if the file's suffix doesn't show it."
 )
 @click.option("--changes/--no-changes", default=None, help="How much each module changed: reads every model.")
 @click.option(

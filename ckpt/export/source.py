@@ -171,7 +171,7 @@ def _check_table(tensors: Mapping[str, PiecedTensor], table: ShardTable, where: 
     wrong += [alias for alias, first in table.aliases.items() if first not in tensors]
     if wrong:
         listed = ", ".join(sorted(wrong)[:_FEW])
-        raise DamagedError(f"{where} is damaged: its files do not hold what its table of shards says: {listed}.")
+        raise DamagedError(f"{where} is damaged, because its files do not match its table of shards: {listed}.")
 
 
 def _state(storage: Storage, manifest: Manifest, part: str) -> Mapping[str, Any]:

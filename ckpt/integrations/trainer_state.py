@@ -278,7 +278,7 @@ class OverriddenSave:
             largest = max(sizes, key=lambda path: sizes[path])
             raise ConfigError(
                 f"{name} wrote {format_size(sum(sizes.values()))} into {folder} (most of it: {largest}). CkptCallback "
-                f"keeps up to {format_size(_MOST_BYTES)} of such files. Make large tensors parameters or buffers of "
+                f"keeps up to {format_size(_MOST_BYTES)} of these files. Make large tensors parameters or buffers of "
                 "the model, which ckpt saves."
             )
         self.files = {path: (folder / path).read_bytes() for path in written[0]}

@@ -184,8 +184,9 @@ class Locations:
             return Locations((one,)), check_name(one.name)
         if kind != _THEIRS:
             raise ConfigError(
-                f"{name!r} cannot name a checkpoint in {self.tiers[0].url}, and is not a folder that Accelerate "
-                f"saved. Give a plain name; for a checkpoint of ckpt in another root, give StateManager that root."
+                f"{name!r} is not a possible name of a checkpoint in {self.tiers[0].url}, and is not a folder that "
+                "Accelerate saved. Give a plain name; for a checkpoint of ckpt in another root, give StateManager that "
+                "root."
             )
         return Locations((folder,)), ROOT_ITSELF
 

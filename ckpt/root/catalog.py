@@ -171,7 +171,7 @@ def read_marker(storage: Storage, name: str) -> SaveMarker | None:
         problems = [str(error)]
     if problems:
         _log.warning(
-            "%s/%s is no save marker that ckpt can read: %s. Files that it may list are kept.",
+            "%s/%s is not a save marker that ckpt can read: %s. Files that it may list are kept.",
             storage.url, where, joined(problems).rstrip("."),
         )  # fmt: skip
         return None

@@ -204,7 +204,7 @@ class Copies:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Changes while copies go on."""
+        """A number that changes while copies are running."""
         return self._sent, progress_of(self.target)
 
     def is_free(self, name: str) -> bool:
@@ -472,7 +472,7 @@ class MirrorWorker:
     def close(self) -> None:
         """Copy everything that waits, and release the mirror. What cannot be copied now, the next run copies.
 
-        A copy may fail for a reason that has passed: it is tried once more. A mirror that
+        A copy may fail for a transient reason, so it is tried once more. A mirror that
         gives no sign of life for `patience.at_end` seconds is not waited for any longer.
         """
         with self._guard:

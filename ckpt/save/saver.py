@@ -345,7 +345,7 @@ class Saver:
             written.release()
 
     def wait(self) -> None:
-        """Until no save is under way, and all are durable. Raises the error of a failed save, once."""
+        """Until no save is under way, and all are durable. If a save failed, raises its error, each only once."""
         self.owner.require("wait()")
         try:
             self._queue.wait()

@@ -13,7 +13,7 @@ _NAMED = 4  # parameters in a difference
 
 @dataclass(frozen=True)
 class Difference:
-    """The first value that differs, on a rank.
+    """The first value that differs on one rank.
 
     `what` is one of: nondeterministic, fresh start, state, order (of optimizers), inputs, losses, gradients,
     rates, parameters, buffers, extra steps, missing steps, end, forgotten (models). `process` counts from 0; later ones

@@ -145,8 +145,8 @@ def _check_backend(folder: FolderReader) -> None:
         raise DamagedError(f"{where} does not say how tensors are stored: {error}.") from error
     if backend != BACKEND:
         raise UnsupportedError(
-            f"{folder.where} was written by Megatron-Core as {backend!r}, and ckpt reads {BACKEND!r}. Load it there, "
-            f"and save it with --ckpt-format {BACKEND}."
+            f"{folder.where} was written by Megatron-Core as {backend!r}, but ckpt reads only {BACKEND!r}. Load it "
+            f"there, and save it with --ckpt-format {BACKEND}."
         )
 
 

@@ -483,7 +483,7 @@ def _without_attributes(found: Described) -> Described:
 def _dtype(storage: str, rest: list[Any], *, typed: bool) -> torch.dtype:
     if typed:
         if any(rest):
-            raise ValueError("it is conjugated or negated when it is used")
+            raise ValueError("it is a lazily conjugated or negated tensor")
         return _STORAGES[storage]
     return stored_dtype(rest[0].name)
 

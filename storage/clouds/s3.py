@@ -345,7 +345,9 @@ async def _bounded(response: Any) -> bytes:
         body += chunk
         if len(body) > LONGEST_ANSWER:
             response.close()
-            raise EndlessError(f"the server's answer has more than {LONGEST_ANSWER >> 20} MB, which none of S3's has.")
+            raise EndlessError(
+                f"the server's answer has more than {LONGEST_ANSWER >> 20} MB. No answer of S3 is that long."
+            )
     return bytes(body)
 
 

@@ -56,7 +56,9 @@ def _downloaded(repo: HubRepo, patterns: Sequence[str] | None) -> Path:
         commit = repo.head()
         files = repo.files(commit)
         if odd := [path for path in files if not is_relative(path)]:
-            raise DamagedError(f"{repo.url} has files whose names lead out of it, and is not read: {odd[0]!r}.")
+            raise DamagedError(
+                f"{repo.url} has files whose names point outside of it, so ckpt does not read it: {odd[0]!r}."
+            )
         chosen = [files[path] for path in _matching(files, patterns)]
         with client_bars(show=sys.stderr.isatty()):
             found = [_download(repo, file, repo.revision) for file in chosen[:1]]

@@ -327,7 +327,9 @@ class LocalStorage:
             size = os.fstat(file.fileno()).st_size
             stop = size if stop is None else min(stop, size)
             if is_mostly_holes(file.fileno(), start, stop):
-                raise TruncatedError(f"{self._shown}/{key} claims {stop - start} bytes, and has hardly any.")
+                raise TruncatedError(
+                    f"{self._shown}/{key} claims {stop - start} bytes, but almost none of them are there."
+                )
             file.seek(start)
             return file.read(max(0, stop - start))
 

@@ -215,7 +215,7 @@ class _Runs:
 @pytest.mark.slow
 def test_a_save_that_was_cut_off_or_is_of_another_kind_is_refused(copy: Path) -> None:
     (copy / "metadata.json").write_text('{"sharded_backend": "zarr"}')
-    with pytest.raises(ckpt.UnsupportedError, match=r"as 'zarr', and ckpt reads 'torch_dist'"):
+    with pytest.raises(ckpt.UnsupportedError, match=r"as 'zarr', but ckpt reads only 'torch_dist'"):
         ckpt.merge(copy, copy / "model.safetensors")
     (copy / "metadata.json").write_text("[]")
     with pytest.raises(ckpt.DamagedError, match="does not say how tensors are stored"):

@@ -115,7 +115,7 @@ class TestMarkers:
         root.write(f"a/{MARKER}", [content if isinstance(content, bytes) else json.dumps(content).encode()])
         found, version = marker_and_version(root, "a")
         assert (found, version) == (read, root.version(f"a/{MARKER}"))
-        assert ("is no save marker that ckpt can read" in caplog.text) == (read is None)
+        assert ("is not a save marker that ckpt can read" in caplog.text) == (read is None)
         assert found is None or not found.under_way
 
     def test_its_age_is_endless_where_it_does_not_say_when_it_was_written(self) -> None:

@@ -719,6 +719,6 @@ def test_a_file_of_holes_is_not_read_into_memory_that_it_does_not_take(tmp_path:
     with open(tmp_path / "sparse", "wb") as file:
         file.write(b"data")
         file.truncate(1 << 40)
-    with pytest.raises(TruncatedError, match="claims 1099511627776 bytes, and has hardly any"):
+    with pytest.raises(TruncatedError, match="claims 1099511627776 bytes, but almost none"):
         LocalStorage(tmp_path).read("sparse")
     assert LocalStorage(tmp_path).read("sparse", 0, 4) == b"data"

@@ -972,7 +972,7 @@ class TestDocuments:
             read_document(storage, "document", 4)
         with open(tmp_path / "holes", "wb") as file:
             file.truncate(1 << 40)
-        with pytest.raises(DamagedError, match=r"holes is damaged: .* hardly any"):
+        with pytest.raises(DamagedError, match=r"holes is damaged: .* almost none"):
             read_document(LocalStorage(tmp_path), "holes", 1 << 40)
 
     def test_keys_lie_below_their_folders(self) -> None:
