@@ -184,7 +184,7 @@ class Locations:
             return Locations((one,)), check_name(one.name)
         if kind != _THEIRS:
             raise ConfigError(
-                f"{name!r} is not a possible name of a checkpoint in {self.tiers[0].url}, and is not a folder that "
+                f"{name!r} cannot name a checkpoint in {self.tiers[0].url}, and is not a folder that "
                 "Accelerate saved. Give a plain name; for a checkpoint of ckpt in another root, give StateManager that "
                 "root."
             )

@@ -273,7 +273,7 @@ class TestWhereANameLeads:
             assert here.resolve(name, SingleProcess()) == (here, "a")
         found, inside = here.resolve(f"{other}/a", SingleProcess())
         assert (inside, [tier.url for tier in found.tiers]) == ("a", [str(other)])
-        with pytest.raises(ConfigError, match="is not a possible name of a checkpoint in"):
+        with pytest.raises(ConfigError, match="cannot name a checkpoint in"):
             here.resolve(f"{other}/none", SingleProcess())
         with pytest.raises(ConfigError, match="cannot name a checkpoint"):
             here.resolve("..", SingleProcess())
