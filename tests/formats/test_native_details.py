@@ -69,27 +69,13 @@ from ckpt.formats.native.tensor_file import (
     untie,
 )
 from ckpt.formats.tensors import Shard, Unsharded, copy_into, host_bytes, memory_size, narrowed, on_host, same_bytes
+from tests.helpers.file_in_memory import FileInMemory
 
 HUGE = 1 << 63
 
 
-class Bytes:
-    """A file in memory, for a format that needs no more."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-
-    def read(self, start: int, stop: int) -> bytes:
-        return self.data[start:stop]
-
-    def read_into(self, start: int, *buffers: memoryview) -> None:
-        for buffer in buffers:
-            buffer[:] = self.data[start : start + len(buffer)]
-            start += len(buffer)
-
-
 def opened(data: bytes, where: str = "file") -> TensorFile:
-    return TensorFile.open(Bytes(data), where, len(data))
+    return TensorFile.open(FileInMemory(data), where, len(data))
 
 
 def file_of(**tensors: torch.Tensor | Shard) -> bytes:
@@ -403,7 +389,7 @@ class TestHeaders:
             )
             assert len(data) % 4096 == 0
             assert len(data) - (8 + len(data[8:].rstrip())) < 4096
-            read = Header.read(Bytes(data + bytes(6)), "file", len(data) + 6)
+            read = Header.read(FileInMemory(data + bytes(6)), "file", len(data) + 6)
             start = len(data)
             assert dict(read.entries) == {
                 "x" * size: ("U8", (2,), start, start + 2), "y": ("F32", (), start + 2, start + 6),
@@ -415,9 +401,9 @@ class TestHeaders:
     def test_what_is_no_header_is_damage_that_says_why(self) -> None:
         entry = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
         whole = with_header({"a": entry}, b"12")
-        assert Header.read(Bytes(whole), "file", len(whole)).entries["a"].shape == (2,)
+        assert Header.read(FileInMemory(whole), "file", len(whole)).entries["a"].shape == (2,)
         empty = struct.pack("<Q", 2) + b"{}"
-        assert not Header.read(Bytes(empty), "file", len(empty)).entries
+        assert not Header.read(FileInMemory(empty), "file", len(empty)).entries
         for data, why in (
             (b"", "it has 0 bytes"),
             (b"1234567", "it has 7 bytes"),
@@ -436,24 +422,24 @@ class TestHeaders:
         ):
             for read in (Header.read, outlines):
                 with pytest.raises(DamagedError, match=f"^file is no safetensors file that ckpt reads: .*{why}"):
-                    read(Bytes(data), "file", len(data))
+                    read(FileInMemory(data), "file", len(data))
             with pytest.raises(DamagedError, match=f"^file is no safetensors file that ckpt reads: .*{why}"):
                 opened(data)
         tables = with_header({"__metadata__": {"ckpt": '{"views": []}'}})
-        for call in (lambda: outlines(Bytes(tables), "file", len(tables)), lambda: opened(tables)):
+        for call in (lambda: outlines(FileInMemory(tables), "file", len(tables)), lambda: opened(tables)):
             with pytest.raises(DamagedError, match=r"^file is no safetensors file that ckpt reads: a list stands"):
                 call()
 
     def test_outlines_are_those_of_the_tensors_and_not_of_bare_buffers(self) -> None:
         base = torch.arange(8.0)
         data = file_of(a=base[:5], b=base[3:], tied=torch.zeros(2), half=torch.zeros(3, dtype=torch.complex32))
-        found = outlines(Bytes(data), "file", len(data))
+        found = outlines(FileInMemory(data), "file", len(data))
         assert {name: (one.dtype, one.shape, one.tied) for name, one in found.items()} == {
             "a": ("float32", (5,), False), "b": ("float32", (5,), False), "tied": ("float32", (2,), False),
             "half": ("complex32", (3,), False),
         }  # fmt: skip
         data = file_of(a=base, b=base)
-        assert {name: one.tied for name, one in outlines(Bytes(data), "file", len(data)).items()} == {
+        assert {name: one.tied for name, one in outlines(FileInMemory(data), "file", len(data)).items()} == {
             "a": False, "b": True,
         }  # fmt: skip
 

@@ -157,7 +157,11 @@ class ReservedImage:
             if self._ends or not threading.main_thread().is_alive():
                 return
             make_huge(host_bytes(part))  # there are fewer of them to register
-            if not device.register(part):
+            try:
+                registered = device.register(part)
+            except RuntimeError:  # of the device: what training does next there raises it too
+                registered = False
+            if not registered:
                 _log.info("%s cannot write to host memory itself: snapshots take a little longer", device.device)
                 return
             self._parts.append(part)

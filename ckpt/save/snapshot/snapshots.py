@@ -213,8 +213,9 @@ class Snapshots:
             contents = layout.contents_on(device)
             with self._devices[device].beside_training():
                 read = hashes_on_device([*contents.values()], device, BLOCK_SIZE)
-                for path, blocks in zip(contents, read() if read is not None else (), strict=False):
-                    found[path] = FileHashes(blocks, digest(bytes(contents[path][0])))
+                if read is not None:
+                    for path, blocks in zip(contents, read(), strict=True):
+                        found[path] = FileHashes(blocks, digest(bytes(contents[path][0])))  # the header
         return [replace(file, hashes=found.get(file.path)) for file in files]
 
     def _with_unfetched(
