@@ -16,7 +16,7 @@ FAST := not slow and not gpu
 SEED ?= 1
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(if $(filter-out file,$(origin SEED)),--shuffle $(SEED))
 
-.PHONY: demo check fast test test-all alone profile coverage test-s3 test-accelerate scripts lint format site kills memory-kills faults campaign mutants fuzz bench release environments versions clean
+.PHONY: demo check fast test test-all alone profile coverage test-macos test-s3 test-accelerate scripts lint format site kills memory-kills faults campaign mutants fuzz bench release environments versions clean
 
 demo: $(READY)
 	$(BIN)/ckpt demo
@@ -65,6 +65,12 @@ coverage: $(READY)
 	$(BIN)/coverage html --quiet --directory build/coverage
 	@for part in ckpt formats storage; do echo "$$part: $$($(BIN)/coverage report --format total --include "$$part/*") %"; done
 	@echo "Coverage: $$($(BIN)/coverage report --format total) % (lines not run: build/coverage/index.html)"
+
+# tests of one process with what macOS lacks hidden from ckpt: `make test` has a slice of it
+test-macos: $(READY)
+	$(PYTEST) -p tests.helpers.macos --basetemp /tmp/ckpt-macos -m '$(FAST) and not long and not on_linux' tests/macos_cases.py \
+		$(addprefix tests/,test_manager.py save root load data export guarantees storage/test_local.py storage/test_leases.py) \
+		--ignore tests/guarantees/test_fuzz.py
 
 # the same on S3: `make test` has a slice of it
 test-s3: $(READY)

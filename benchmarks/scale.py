@@ -17,10 +17,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
@@ -91,13 +93,9 @@ class OtherRanks:
             others.requests["calls"] += 1
             return call(store, do)
 
-        StoreGroup.gather, StoreGroup.broadcast = answered_gather, read_broadcast  # type: ignore[method-assign]
-        TimedStore._call = counted_call  # type: ignore[method-assign]
-        try:
+        exchanges = patch.multiple(StoreGroup, gather=answered_gather, broadcast=read_broadcast)
+        with exchanges, patch.object(TimedStore, "_call", counted_call):
             yield
-        finally:
-            StoreGroup.gather, StoreGroup.broadcast = gather, broadcast  # type: ignore[method-assign]
-            TimedStore._call = call  # type: ignore[method-assign]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -109,9 +107,9 @@ class OtherRanks:
         with self.paused():
             said = json.loads(data)
             value = said.get("value")
-            if isinstance(value, list) and value and isinstance(value[0], dict) and "file" in value[0]:
-                said["value"] = [entry for entry in value if "00000" in entry["file"]["name"]]
-                for entry in said["value"]:
+            if isinstance(value, dict) and "files" in value:
+                value["files"] = [entry for entry in value["files"] if "00000" in entry["file"]["name"]]
+                for entry in value["files"]:
                     self._copy_file(entry["file"]["path"])
             text = json.dumps(said)
             for rank in range(1, self.ranks):
@@ -127,7 +125,7 @@ class OtherRanks:
 
 def measure(ranks: int, tensors: int) -> dict[str, dict[str, float]]:
     """The figures of each phase, in a process of its own."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    store = TCPStore("127.0.0.1", 0, is_master=True)
     dist.init_process_group("fake", store=store, rank=0, world_size=ranks)
     objects = CountedObjects("bucket/run")
     others = OtherRanks(ranks, objects)

@@ -6,6 +6,7 @@ import io
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -42,7 +43,12 @@ def measure(count: int) -> Figures:
     measured("list_checkpoints", lambda: ckpt.list_checkpoints(ObjectStorage(objects)))
     with manager_of(objects, ckpt.Keep(last=count)) as manager:
         measured("resume", manager.resume)
-        measured("save, and remove one", lambda: (manager.save_state("next", wait=True), manager.wait()))
+
+        def save_and_remove() -> None:
+            manager.save_state("next", wait=True)
+            manager.wait()
+
+        measured("save, and remove one", save_and_remove)
     measured("prune, nothing to remove", lambda: ckpt.prune(ObjectStorage(objects), keep=ckpt.Keep(last=count)))
     measured("prune 16", lambda: ckpt.prune(ObjectStorage(objects), keep=ckpt.Keep(last=count - 16)))
     return figures
@@ -56,10 +62,5 @@ def manager_of(objects: CountedObjects, keep: ckpt.Keep | None = None) -> ckpt.S
 @contextmanager
 def listed_from(objects: CountedObjects) -> Iterator[None]:
     """`ckpt ls` opens URLs: for a while, all of them are these objects."""
-    opened = ls.open_storage
-    ls.open_storage = lambda url: ObjectStorage(objects)  # type: ignore[assignment]
-    try:
-        with redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        ls.open_storage = opened
+    with patch.object(ls, "open_storage", lambda url: ObjectStorage(objects)), redirect_stdout(io.StringIO()):
+        yield

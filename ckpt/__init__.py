@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import ast
 import pkgutil
+import sys
 from importlib import import_module
 from typing import Any
+
+if sys.platform == "win32":  # it has neither fork nor POSIX locks
+    raise ImportError("ckpt does not run on Windows. Use Linux, macOS, or WSL 2 on Windows.")
 
 from ckpt.shown import install_log_filter
 from ckpt.util.console import install_console

@@ -21,20 +21,20 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError:
-        raise ConfigError(f"{where} is not UTF-8: save it in that encoding.") from None
+        raise ConfigError(f"{where} is not UTF-8 text. Save the file as UTF-8.") from None
     except RecursionError:
         raise ConfigError(f"{where} is nested too deeply: no option needs more than two levels.") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{where} is not YAML: {error}") from error
     if not isinstance(options, dict) or "root" not in options:
-        raise ConfigError(f"{where} must be a mapping of options with at least 'root: ...'.")
+        raise ConfigError(f"{where} must map options to values, with at least 'root: ...'.")
     return _values(where, ManagerOptions, options)
 
 
 def _values(where: str, kind: type[Options], options: dict[Any, Any]) -> dict[str, Any]:
     wrong = [repr(key) for key in options if not isinstance(key, str)]
     if wrong:
-        raise ConfigError(f"{where}: the names of options are words, and not {', '.join(wrong)}.")
+        raise ConfigError(f"{where}: the name of an option must be a word, not {', '.join(wrong)}.")
     refuse_unknown(where, options, names_of(kind))
     inner = objects_in(kind)
     return {
@@ -45,7 +45,7 @@ def _values(where: str, kind: type[Options], options: dict[Any, Any]) -> dict[st
 def _built(where: str, name: str, kind: type[Options], value: Any) -> Any:
     if isinstance(value, dict):
         if kind is Mirror and "url" not in value:
-            raise ConfigError(f"{where}: 'mirror' needs a url, for example 'mirror: {{url: s3://bucket/x}}'.")
+            raise ConfigError(f"{where}: 'mirror' needs a 'url', for example 'mirror: {{url: s3://bucket/x}}'.")
         return kind(**_values(f"{where}: {name}", kind, value))
     if kind.example and value is not None:
         raise ConfigError(f"{where}: {name!r} must be a mapping, for example '{name}: {{{kind.example}}}'.")

@@ -1,29 +1,29 @@
 """Everything that ckpt raises on purpose.
 
 CkptError
-├── ConfigError            an option, name or URL that cannot be used (also a ValueError)
-│   └── SchemeError        a URL whose scheme no storage serves
-├── StateError             the live objects and a checkpoint do not fit together
-│   ├── UnsupportedError   a value that cannot be held in a checkpoint, named by its path
-│   ├── MismatchError      missing or unexpected keys, other shapes, other dtypes
-│   └── MetricError        a metric that cannot be ranked
+├── ConfigError            ckpt can't use an option, a name or a URL (also a ValueError)
+│   └── SchemeError        ckpt has no storage for the scheme of a URL
+├── StateError             the live objects and a checkpoint don't fit together
+│   ├── UnsupportedError   a checkpoint can't hold a value
+│   ├── MismatchError      keys are missing or unexpected; shapes or dtypes differ
+│   └── MetricError        ckpt can't rank checkpoints by a metric
 ├── CheckpointError        something is wrong with a checkpoint
-│   ├── MissingError       there is none by that name (also a LookupError)
+│   ├── MissingError       no checkpoint has that name (also a LookupError)
 │   ├── DamagedError       uncommitted, truncated, altered, or a file is missing
-│   │   └── UntrustedError not signed by a key that is trusted, or altered since
-│   └── VersionError       written by a newer ckpt
-├── StorageError           bytes could not be read or written (also an OSError)
-│   ├── AbsentError        no such key
-│   ├── TruncatedError     an object ends before the bytes that were asked for
-│   ├── DeniedError        the storage knows who asks, and refuses; or does not know
-│   ├── FullError          no space left, or a quota or size limit reached
-│   ├── LockedError        somebody else holds it
-│   ├── NotDurableError    it was written, but may not outlive a crash
-│   ├── ConflictError      somebody else has written it meanwhile
-│   └── TransientError     may well work if tried again
+│   │   └── UntrustedError no trusted key has signed it, or somebody altered it afterwards
+│   └── VersionError       a newer ckpt wrote it
+├── StorageError           ckpt could not read or write bytes (also an OSError)
+│   ├── AbsentError        the object does not exist
+│   ├── TruncatedError     an object ends before the bytes that ckpt asked for
+│   ├── DeniedError        no permission, or no credentials
+│   ├── FullError          no space is left, or a quota or size limit is reached
+│   ├── LockedError        another run or process holds the lock
+│   ├── NotDurableError    it was written, but may not survive a crash
+│   ├── ConflictError      somebody else wrote it in the meantime
+│   └── TransientError     it may work if you try again
 └── RanksError             ranks did not answer in time, or disagree
 
-Preempted (a SystemExit)   training was told to stop; the state has been saved
+Preempted (a SystemExit)   training was told to stop; ckpt has saved its state
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from ckpt.shown import sentence, shown
 
 
 class CkptError(Exception):
-    """The base class of every error that ckpt raises on purpose. Its message is escaped, and holds no secret."""
+    """The base class of every error that ckpt raises on purpose. The message is safe to print, without secrets."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(sentence(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(CkptError, ValueError):
-    """An option, a name or a URL that cannot be used."""
+    """ckpt can't use an option, a name or a URL."""
 
 
 class SchemeError(ConfigError):
-    """A URL whose scheme no storage serves."""
+    """ckpt has no storage for the scheme of a URL, such as `ftp://`."""
 
 
 class StateError(CkptError):
-    """The live objects and a checkpoint do not fit together."""
+    """The live objects and a checkpoint don't fit together."""
 
 
 class UnsupportedError(StateError):
-    """A value that a checkpoint cannot hold. `problems` names every one by its path."""
+    """A checkpoint can't hold some values. `problems` lists these values by their paths."""
 
     def __init__(self, message: str, problems: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -75,55 +75,55 @@ class CheckpointError(CkptError):
 
 
 class MissingError(CheckpointError, LookupError):
-    """There is no checkpoint by that name, or none at all."""
+    """No checkpoint has that name, or there is no checkpoint at all."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint was never committed, or is truncated, altered or lacks a file."""
+    """A checkpoint was never committed, is truncated or altered, or lacks a file."""
 
 
 class UntrustedError(DamagedError):
-    """No trusted key has signed a checkpoint although you require that, or it was altered after it was signed."""
+    """You require a signature, but no trusted key has signed this checkpoint, or somebody altered it afterwards."""
 
 
 class VersionError(CheckpointError):
-    """A checkpoint in a format newer than this ckpt reads."""
+    """A newer ckpt wrote this checkpoint, in a format that this one can't read."""
 
 
 class StorageError(CkptError, OSError):
-    """Bytes could not be read or written."""
+    """ckpt could not read or write bytes."""
 
 
 class AbsentError(StorageError):
-    """There is nothing under that key."""
+    """The object that ckpt asked for does not exist."""
 
 
 class TruncatedError(StorageError):
-    """An object is shorter than the range of bytes that was asked for."""
+    """An object ends before the bytes that ckpt asked for."""
 
 
 class DeniedError(StorageError):
-    """The credentials, or the permissions of a file, are missing, wrong, or do not allow it."""
+    """The storage refused a request: credentials are missing or wrong, or lack a permission."""
 
 
 class FullError(StorageError):
-    """No space is left, or a quota or a file size limit is reached."""
+    """The storage has no space left, or you have reached a quota or a limit on file sizes."""
 
 
 class LockedError(StorageError):
-    """Another process, or another manager in this one, holds it."""
+    """Another process, or another manager in this process, holds the lock on a root or a file."""
 
 
 class NotDurableError(StorageError):
-    """It was written and can be read, but the storage could not confirm that it would survive a crash."""
+    """The storage wrote a file, but could not confirm that it would survive a crash."""
 
 
 class ConflictError(StorageError):
-    """Somebody else wrote it in the meantime. What they wrote stays."""
+    """Somebody else wrote the same object in the meantime, and ckpt did not overwrite it."""
 
 
 class TransientError(StorageError):
-    """It may work if you try again."""
+    """The storage failed for the moment: the same call may work if you try again."""
 
 
 def shows_damage(error: BaseException) -> bool:
@@ -136,11 +136,11 @@ def shows_damage(error: BaseException) -> bool:
 
 
 class RanksError(CkptError):
-    """Some ranks did not answer within the deadline, or ranks disagree about what to do."""
+    """Some ranks did not answer within the deadline, or the ranks make different calls."""
 
 
 class Preempted(SystemExit):
     """Training was told to stop (SIGTERM), and ckpt has saved its state.
 
-    It ends the loop and the process with the exit status that a scheduler expects of a terminated job.
+    This exception ends the loop and the process, with the exit status that a scheduler expects after SIGTERM.
     """

@@ -16,7 +16,7 @@ from torch import nn
 from ckpt.config import read_config
 from ckpt.data.loop import Batches
 from ckpt.data.progress import Progress
-from ckpt.errors import ConfigError, MissingError, Preempted
+from ckpt.errors import ConfigError, MissingError
 from ckpt.export.options import SHARD_SIZE, ExportOptions
 from ckpt.formats.checkpoint_name import name_of_step
 from ckpt.load.load_state import Restored
@@ -38,7 +38,7 @@ from ckpt.session import Session
 from ckpt.state.registry import PlainValues, find_source, refuse_unnamed
 from ckpt.state.unwrap import unwrap
 from ckpt.storage import Storage, disk_path
-from ckpt.util.console import html_table, say
+from ckpt.util.console import html_table, say, say_how_to_see_more
 from ckpt.util.threads import refuse_copy
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class StateManager:
-    """Keeps the complete state of a training run: saves it atomically, and resumes it exactly.
+    """Saves the complete state of a training run atomically, and resumes the run exactly.
 
         with ckpt.StateManager("runs/x", model=model, optimizer=optimizer, save_every=500) as manager:
             for epoch in manager.epochs(3):
@@ -57,7 +57,8 @@ class StateManager:
                     loss = train_step(batch)
                     manager.step(metrics={"loss": loss})
 
-    With several processes, each of them builds the manager and makes the same calls; rank 0 writes the manifest.
+    If training has several processes, each of them builds the manager and makes the same calls. Rank 0 writes the
+    manifest.
 
     Args:
         root: The place for the checkpoints: a path, a URL or a storage. ckpt tries a remote one at once.
@@ -111,10 +112,11 @@ class StateManager:
         is_main = session.ranks.rank == MAIN
         due = session.due
         weakref.finalize(self, _drop, due.preemption, due.schedule, due.what if is_main else set(), self.url)
+        weakref.finalize(self, session.state.attempt.dropped)
 
     @classmethod
     def from_config(cls, path: str | os.PathLike[str], **objects: Any) -> StateManager:
-        """Build a manager with the options of a YAML file (`root`, `save_every`, `keep`, ...) for these objects."""
+        """Build a manager for these objects with the options in a YAML file (`root`, `save_every`, `keep`, ...)."""
         return cls(**{**read_config(path), **objects})
 
     def __repr__(self) -> str:
@@ -145,7 +147,7 @@ class StateManager:
 
     def _close_after(self, error: BaseException | None) -> None:
         try:
-            self._session.close(for_restart=_is_failure(error))
+            self._session.close(error)
         except Exception as failure:
             if error is None:
                 raise
@@ -169,18 +171,20 @@ class StateManager:
 
     @property
     def run(self) -> str:
-        """The id of the run, which stays the same over all resumes: for trackers, on the main rank, after `resume`."""
+        """The id of the run, for trackers. A resume keeps the id. Ask on the main rank, after `resume`."""
         return self._session.saver.root.lineage.run
 
     @property
     def mirror_error(self) -> Exception | None:
-        """The error of the last copy to the mirror, on the main rank; None once a copy has succeeded again."""
+        """The error of the last copy to the mirror, on the main rank; None if that copy succeeded."""
         mirror = self._session.mirror
         return mirror.error if mirror is not None else None
 
     @property
     def values(self) -> PlainValues:
-        """Your own numbers, text, lists and dicts (`manager.values["best_loss"] = 0.3`): ckpt saves and loads them."""
+        """A dict for your own numbers, text, lists and dicts, which ckpt saves and loads.
+
+        For example, `manager.values["best_loss"] = 0.3`."""
         self._session.loop.note_asked()  # its epoch may be among them
         return self._session.registry.values
 
@@ -193,7 +197,8 @@ class StateManager:
         """Manage more objects, each under its name. Every rank must make this call.
 
         ckpt keeps each rank's generators (of torch, NumPy or Python), and each rank's state of an object if ranks
-        differ. The same number of ranks gets that back; on any other number, all get the main rank's.
+        differ. If you resume with the same number of ranks, each rank gets its own state back. Otherwise all ranks get
+        the main rank's.
 
         Args:
             per_rank: Keep each rank's own state on any number of ranks. New ranks keep what their objects have; ckpt
@@ -204,18 +209,20 @@ class StateManager:
         self._session.registry.register(objects, unnamed, per_rank=per_rank)
 
     def unwrap(self, model: nn.Module | None = None) -> nn.Module:
-        """Strip the wrappers of DDP, FSDP 1, DataParallel and torch.compile off a model, by default the managed one."""
+        """Return a model without its wrappers of DDP, FSDP 1, DataParallel and torch.compile.
+
+        Without an argument, this is the manager's model."""
         models = list(self._session.registry.models.values())
         if model is None and len(models) != 1:
-            raise ConfigError(f"this manager has {len(models)} models: say which, unwrap(model).")
+            raise ConfigError(f"this manager has {len(models)} models. Name one: unwrap(model).")
         return unwrap(models[0] if model is None else model)
 
     def epochs(self, total: int) -> Iterator[int]:
         """Iterate over the remaining epochs of `total`: from where the last run stopped, or from scratch.
 
-        If `save_every` is set, ckpt saves the final state after the last epoch, as `step-00001000`. If that step was
-        saved already, it saves `step-00001000-end` with what the end of the epoch has changed. With
-        `Every(epoch_end=True)` it also saves at the end of every epoch, before the next one begins.
+        If `save_every` has steps or a time, ckpt saves the final state after the last epoch, as `step-00001000`. If
+        ckpt has saved that step already, it adds to that checkpoint what the end of the epoch has changed. With
+        `Every(epoch_end=True)`, ckpt also saves at the end of every epoch, before the next one begins.
         """
         self._start()
         session, when = self._session, self._session.options.save_every
@@ -241,23 +248,26 @@ class StateManager:
         )
 
     def batches(self, loader: Iterable[T]) -> Batches[T]:
-        """Iterate over the remaining batches of this epoch, in the same order as without the stop; `len()` counts them.
+        """Iterate over the remaining batches of this epoch, in the same order as in an uninterrupted run.
 
-        If you leave the loop with `break`, the next run continues with the batch after. Put prefetchers inside,
-        `batches(Prefetcher(loader))`: outside, every resume would lose the batches that they have read ahead.
+        `len()` of the result is the length of the epoch. Let a progress bar continue where the epoch was with
+        `tqdm(manager.batches(loader), initial=manager.progress.batch)`.
+
+        If you leave the loop with `break`, the next run continues with the following batch. Put a prefetcher inside,
+        `batches(Prefetcher(loader))`. Outside, every resume would lose the batches that the prefetcher has read ahead.
         """
         return self._session.loop.batches(loader, self._start)
 
     def enumerate(self, loader: Iterable[T], start: int = 0) -> Batches[tuple[int, T]]:
-        """Like `batches`, with the number of each batch in the epoch, which keeps counting after a resume."""
+        """Iterate like `batches`, with the number of each batch in the epoch. After a resume, the numbers continue."""
         return self._session.loop.batches(loader, self._start, start)
 
     def step(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """Count a step of training, and find out whether a save is due, or the process was told to stop.
+        """Count a step of training. If a save is due, ckpt saves; if a signal told the process to stop, ckpt stops.
 
         ckpt saves or stops at the boundary of the iteration: when the loop asks for its next batch, or when the epoch,
-        the loop or the manager ends. So it doesn't matter what else you do in the iteration, before or after this call.
-        If ckpt follows no loader of your loop, this call saves at once: make it the last one there.
+        the loop or the manager ends. It doesn't matter what else you do in the iteration, before or after this call. If
+        ckpt follows no loader of your loop, `step` saves at once: make it the last call in the iteration.
 
         ckpt reads tensors among the metrics only when it saves a checkpoint.
 
@@ -270,14 +280,14 @@ class StateManager:
     def every(self, steps: int) -> bool:
         """True if the current step is a multiple of `steps`: the same after a resume, and on all ranks."""
         if not isinstance(steps, int) or steps < 1:
-            raise ConfigError(f"every({steps!r}): give a number of steps, 1 or more.")
+            raise ConfigError(f"every({steps!r}) needs a number of steps, 1 or more.")
         step = self._session.loop.progress.step
         return step > 0 and step % steps == 0
 
     def told_to_stop(self) -> bool:
-        """True if the process was told to terminate. Ask after every step, in loops that do not call `step`.
+        """Return True if a signal told the process to terminate. Ask after every step, in loops that don't call `step`.
 
-        Set `progress.step` first. All ranks get True at the same step, where they save and stop.
+        Set `progress.step` first. All ranks get True at the same step, so that all save and stop there.
         """
         return self._session.due.preemption.due(self._session.loop.progress.step)
 
@@ -286,13 +296,13 @@ class StateManager:
     ) -> str | None:
         """Save everything. Every rank must make this call.
 
-        It returns when the state has been copied; ckpt writes it while training continues. If the write fails, the next
-        call raises the error. If a checkpoint of that name exists, it stays until the new one replaces it.
+        `save_state` returns when ckpt has copied the state; ckpt writes the copy while training continues. If the write
+        fails, the next call raises the error. An existing checkpoint of that name stays until the new one replaces it.
 
-        It saves at once, even in the middle of an iteration: a resume continues with the next batch, and does not
-        repeat what follows this call in the iteration. So make it the last call in the iteration, or use `save_every`,
-        which waits for the boundary. After the inner loop, make it the last call in the epoch: the next run begins with
-        the next epoch.
+        `save_state` saves at once, even in the middle of an iteration: a resume continues with the next batch, and does
+        not repeat what follows this call in the iteration. Make `save_state` the last call in the iteration, or use
+        `save_every`, which waits for the boundary. After the inner loop, make `save_state` the last call in the epoch:
+        the next run begins with the next epoch.
 
         Args:
             name: The checkpoint's name; by default `step-00001000` and so on.
@@ -300,7 +310,7 @@ class StateManager:
             wait: Return only when the checkpoint is committed and durable; None: as `SaveOptions.background` says.
 
         Returns:
-            The name; None if `SaveOptions(when_busy="skip")` or `on_nan="skip"` skipped the save.
+            The checkpoint's name; None if `SaveOptions(when_busy="skip")` or `on_nan="skip"` skipped the save.
 
         Raises:
             ConfigError: The root has checkpoints that this run has not resumed from.
@@ -311,7 +321,7 @@ class StateManager:
         return self._session.saves.to_root(name, metrics, wait)
 
     def load_state(self, name: str | int | None = None, *, strict: bool = True) -> Restored:
-        """Load a checkpoint, and print what was restored. Every rank must make this call.
+        """Load a checkpoint, and print where training continues. Every rank must make this call.
 
         Args:
             name: The checkpoint's name; None for the newest intact one. A number is a step: 1000 is `step-00001000`. A
@@ -320,13 +330,13 @@ class StateManager:
             strict: Everything must fit, or nothing is changed. Otherwise ckpt restores what fits and skips the rest.
 
         Returns:
-            What was restored, approximated, skipped and passed over.
+            What ckpt restored, approximated and left out, and which newer checkpoints it skipped.
 
         Raises:
-            MissingError: There is no checkpoint by that name, or none at all.
+            MissingError: No checkpoint has that name, or there is no checkpoint at all.
             DamagedError: The named checkpoint is damaged, or none is intact.
-            MismatchError: It does not fit; the error lists all differences.
-            StorageError: It can't be read now; ckpt loads no older one instead.
+            MismatchError: The checkpoint does not fit; the error lists all differences.
+            StorageError: ckpt can't read the checkpoint now, and loads no older one instead.
         """
         named: Any = name_of_step(name) if type(name) is int and name >= 0 else name
         restored = self._session.load(named, strict=strict)
@@ -335,68 +345,70 @@ class StateManager:
         return restored
 
     def resume(self, *, strict: bool = True) -> Restored | None:
-        """Lock the root for this run, and load its newest intact checkpoint as `load_state` does; None if it has none.
+        """Lock the root for this run, and load its newest intact checkpoint as `load_state` does.
+
+        Returns None if the root has no checkpoint.
 
         Raises:
             LockedError: Another run writes to the root.
         """
         session = self._session
         session.due.start()
-        with session.saver.root.taking():
-            restored = session.load(None, strict=strict)
-            session.saver.root.hold()
+        restored = session.resume(strict=strict)
         if session.memory is not None:
             session.memory.settle()
-        if restored is None and session.ranks.rank == MAIN:
-            say(f"No checkpoint in {self.url} yet; starting from scratch.")
+        if session.ranks.rank == MAIN:
+            if restored is None:
+                say(f"No checkpoint in {self.url} yet; starting from scratch.")
+            say_how_to_see_more()
         return restored
 
     def fingerprint(self) -> dict[str, str]:
         """Return a hash of each part of the current state, 128 bits in hexadecimal, by the part's name.
 
-        If two runs have the same fingerprints at a step, they have been the same up to it, bit for bit: log them, or
-        compare them in a test of your training loop. `"rng"` stands for this rank's random generators, `"data"` for its
-        position in the data. ckpt hashes tensors where they are, on a GPU in milliseconds. For sharded parts it hashes
-        this rank's shards, so compare the same rank of the same number of ranks. Call it on every rank: some ways of
-        sharding need all of them to describe their state.
+        If two runs have the same fingerprints at a step, they have been the same up to that step, bit for bit: log the
+        fingerprints, or compare them in a test of your training loop. `"rng"` stands for this rank's random generators,
+        `"data"` for its position in the data. ckpt hashes tensors on their device, on a GPU in milliseconds. Of sharded
+        parts ckpt hashes only this rank's shards, so compare the same rank of the same number of ranks. Call
+        `fingerprint` on every rank: some ways of sharding need all ranks to describe their state.
         """
         return self._session.fingerprint()
 
     def rewind_rng(self) -> None:
         """Restore the random generators of the last load once more.
 
-        For loops that skip to their place in the data themselves, and draw random numbers on the way.
+        Use this in loops that skip to their place in the data themselves, and draw random numbers on the way.
         """
         self._session.loop.rewind_rng()
 
     def on_save(self, callback: Callable[[SaveReport], object]) -> Callable[[SaveReport], object]:
-        """Call a function with a `SaveReport` after every committed checkpoint. Also works as a decorator.
+        """Call a function with a `SaveReport` after every committed checkpoint. `on_save` also works as a decorator.
 
-        ckpt calls it on the main rank: before a `save_state` that waits returns, otherwise at the next `step`,
-        `save_state`, `wait` or `close`. If it raises, ckpt logs the error and goes on.
+        ckpt calls the function on the main rank: at the end of a `save_state` that waits, otherwise at the next `step`,
+        `save_state`, `wait` or `close`. If the function raises an error, ckpt logs the error and continues.
         """
         if not callable(callback):
-            raise ConfigError(f"on_save takes a function that takes a SaveReport, not {callback!r}.")
+            raise ConfigError(f"on_save needs a function of a SaveReport, not {callback!r}.")
         self._session.saver.reports.callbacks.append(callback)
         return callback
 
     def wait(self) -> None:
-        """Wait until every save is committed and every push is done. Raises an error that no call has raised yet.
+        """Wait until every save is committed and every push is done. If a save or a push failed, raise its error.
 
-        It does not wait for copies to the mirror; `close` does.
+        Only `close` waits for copies to the mirror.
         """
         self._session.wait()
 
     def close(self) -> None:
         """Finish saves and copies to the mirror, and release the root, the loaders and SIGTERM.
 
-        It removes snapshots in memory. If an exception ends the run, even if you call this in `finally` or `except`, it
-        leaves them for a restart. You don't need to call it if you write `with ckpt.StateManager(...)`. In a forked
-        child it does nothing, because everything belongs to the parent.
+        `close` removes snapshots in memory. If an exception ends the run, `close` leaves the snapshots for a restart,
+        even if you call it in `finally` or `except`. If you write `with ckpt.StateManager(...)`, you don't need to call
+        `close`. In a forked child `close` does nothing, because everything belongs to the parent.
         """
         error = sys.exc_info()[1]
         self._session.end_loop(error)
-        self._session.close(for_restart=_is_failure(error))
+        self._session.close(error)
 
     def save_model(
         self,
@@ -410,9 +422,9 @@ class StateManager:
     ) -> None:
         """Write the model as `from_pretrained` reads it: `model.safetensors`, or shards and an index, and its config.
 
-        If the model has PEFT adapters, ckpt writes only those, as PEFT does. It writes the full model even if it is
-        wrapped, compiled or sharded, and gathers it tensor by tensor. The folder appears when it is complete; your
-        own files in it stay. Every rank must make this call; the main one writes.
+        If the model has PEFT adapters, ckpt writes only the adapters, as PEFT does. ckpt writes the full model even if
+        yours is wrapped, compiled or sharded, and gathers it tensor by tensor. The folder appears when all files are
+        complete; your own files in it stay. Every rank must make this call; the main rank writes.
 
         Args:
             directory: The folder. Its parent need not exist.
@@ -438,8 +450,9 @@ class StateManager:
     ) -> str | None:  # fmt: skip
         """Publish the model as it is now, in one commit, and return the commit's URL (see `ckpt.push_to_hub`).
 
-        Every rank must make this call; only the main one talks to the Hub. Without `wait` it returns None and pushes
-        while training continues; the next push, or `wait()` on the main rank, raises an error.
+        Every rank must make this call; only the main rank talks to the Hub. Without `wait`, the call returns None and
+        ckpt pushes while training continues. If the push fails, the next push, or `wait()` on the main rank, raises the
+        error.
         """
         from ckpt.export.push import HubTarget
         from ckpt.export.save_model import check_processors
@@ -464,12 +477,8 @@ def _drop(preemption: Preemption, schedule: SaveSchedule, due: set[str], url: st
     schedule.close()
     if "save" in due:
         _log.warning(
-            "the last save to %s was due at the end of an iteration, but this manager was dropped before: that step is "
-            "not saved. Write `with ckpt.StateManager(...) as manager:`, or call manager.close() after the loop.",
+            "ckpt could not make the last save to %s: it was due at the end of an iteration, but your program dropped "
+            "the manager before. Write `with ckpt.StateManager(...) as manager:`, or call manager.close() after the "
+            "loop.",
             url,
         )
-
-
-def _is_failure(error: BaseException | None) -> bool:
-    """Whether a run that ends with this exception is one to restart."""
-    return error is not None and not isinstance(error, Preempted)

@@ -66,7 +66,7 @@ Place = Annotated[str | os.PathLike[str] | Storage, Must(_is_place, "a path, a U
 
 @dataclass(frozen=True, kw_only=True)
 class Every(Options):
-    """When ckpt saves; `save_every=500` and `save_every="10min"` are short for the first two.
+    """Set when ckpt saves. `save_every=500` and `save_every="10min"` are short for the first two options.
 
         StateManager("runs/x", save_every=ckpt.Every(steps=500, epoch_end=True, exception=True), ...)
 
@@ -98,7 +98,7 @@ class Every(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions(Options):
-    """How ckpt captures and writes checkpoints.
+    """Set how ckpt captures and writes checkpoints.
 
     Args:
         layout: "auto" saves sharded state as shards, each rank its own, and everything else once; "full" gathers
@@ -148,7 +148,7 @@ def _in_bytes(size: int | str | None) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions(Options):
-    """How the ranks of a job meet, and stop.
+    """Set how the ranks of a job find each other, and how they stop.
 
     Args:
         timeout: Seconds to wait for a rank that gives no sign of life.
@@ -206,13 +206,13 @@ _Keep = Annotated[Keep, Must(is_kind(Keep), "a ckpt.Keep, for example Keep(last=
 
 @dataclass(frozen=True)
 class Mirror(Options):
-    """A second storage. ckpt copies every committed checkpoint there in the background.
+    """Set a second storage, to which ckpt copies every committed checkpoint in the background.
 
         StateManager("runs/x", mirror=ckpt.Mirror("s3://bucket/x", keep=ckpt.Keep(last=10), bandwidth="50MB"), ...)
 
-    If the root has no intact checkpoint at the start, ckpt waits for the mirror as long as the storage tries: it may
-    have one. After SIGTERM, `close` waits at most 5 s, and never longer than `grace`. The next run copies what is
-    missing.
+    If the root has no intact checkpoint at the start, ckpt waits for the mirror, which may have one, until the storage
+    gives up. After SIGTERM, `close` waits at most 5 s for copies, and never longer than `grace`. The next run copies
+    the checkpoints that are still missing.
 
     Args:
         url: A path, a URL or a storage.
@@ -249,17 +249,17 @@ class Mirror(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(Options):
-    """Snapshots in the hosts' memory. A restart on the same machines resumes from them; `memory=10` sets `every`.
+    """Keep snapshots in the hosts' memory, from which a restart on the same machines resumes.
+
+    `memory=10` is short for `Memory(every=10)`.
 
     Args:
         every: Steps between snapshots.
-        rescue: If nobody restarts the run, save the newest snapshot to the root.
         replicas: With 1, the next host keeps a copy of the snapshots, so that you can lose a machine. Hosts send it
             over the job's network, in the clear, and authenticate it with a secret from the job's store.
     """
 
     every: Steps = 10
-    rescue: Flag = False
     replicas: Annotated[int, Must(is_one_of(0, 1), "0 or 1: how many other hosts keep a copy")] = 0
 
     @classmethod
@@ -274,7 +274,9 @@ _PublicKeys = Annotated[_File, Must(is_path, "a path of a PEM file, or its text"
 
 @dataclass(frozen=True, kw_only=True)
 class Signing(Options):
-    """The key that signs the checkpoints of a run, and the keys that it trusts. Without it, the environment decides.
+    """Set the key that signs a run's checkpoints, and the keys that the run trusts.
+
+    Without `Signing`, the variables `CKPT_SIGN_KEY` and `CKPT_VERIFY_KEY` decide.
 
     Args:
         key: An Ed25519 private key (path or text of a PEM file) that signs every checkpoint. None: the key in
@@ -320,8 +322,7 @@ class ManagerOptions(Options):
     @property
     def tier(self) -> dict[str, Any]:
         """The options of the memory tier, as `build_tier` takes them."""
-        memory = asdict(self.memory) if self.memory is not None else {"every": None, "rescue": False, "replicas": 0}
-        return {"storage_options": self.storage_options, **memory}
+        return asdict(self.memory) if self.memory is not None else {"every": None, "replicas": 0}
 
     @property
     def patience(self) -> MirrorPatience:
@@ -350,7 +351,7 @@ def resolve_options(
 
 
 def inside() -> dict[str, str]:
-    """The options of option objects, with how each is written, for whoever writes `rescue` or `memory_rescue`."""
+    """The options of option objects, with how each is written, for whoever writes `replicas` or `memory_replicas`."""
     found: dict[str, str] = {}
     for into, kind in objects_in(ManagerOptions).items():
         for name in names_of(kind):
@@ -364,7 +365,7 @@ def required_root(root: Any) -> Any:
     """The root, which neither the caller nor the accelerator's project may leave out."""
     if root is None:
         raise ConfigError(
-            "StateManager needs a root: the folder or URL for the checkpoints. An accelerator brings one "
-            "if its ProjectConfiguration has a project_dir."
+            "StateManager needs a root: the folder or URL for the checkpoints. You can leave out the root if "
+            "the accelerator's ProjectConfiguration has a project_dir."
         )
     return root

@@ -7,13 +7,13 @@ do, go through `manager.session`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from ckpt.data.loop import Loop
-from ckpt.data.progress import as_numbers, checked_metrics
+from ckpt.data.progress import MetricCurves, as_numbers, checked_metrics
 from ckpt.errors import ConfigError, DamagedError, Preempted, StorageError
 from ckpt.formats.checkpoint_name import check_name, name_of_step
 from ckpt.load.load_state import LiveObjects, Locations, Restored, StateLoader
@@ -26,11 +26,10 @@ from ckpt.memory.session_tier import (
     without_this_save,
 )
 from ckpt.options import ManagerOptions, RankOptions
-from ckpt.ranks.consensus import MAIN, Ranks, run_on_all_ranks
+from ckpt.ranks.consensus import MAIN, Ranks
 from ckpt.ranks.find import find_ranks
 from ckpt.ranks.hosts import Hosts, find_hosts, may_have_separate_roots
 from ckpt.ranks.schedule_and_signals import Preemption, SaveSchedule
-from ckpt.root.catalog import manifests_of_run
 from ckpt.root.mirror import Copies, MirrorPatience, MirrorWorker
 from ckpt.root.open import refuse_checkpoint, try_out_tiers
 from ckpt.root.retention import Keep
@@ -38,7 +37,7 @@ from ckpt.root.signing import open_keys
 from ckpt.save.capture import LiveState, StateCapture
 from ckpt.save.finite_guard import FiniteGuard
 from ckpt.save.last_boundary import LastBoundary
-from ckpt.save.root_writer import RootWriter, device_name, versions
+from ckpt.save.root_writer import AttemptLog, RootWriter, device_name, versions
 from ckpt.save.saver import Saver
 from ckpt.save.snapshot.snapshots import Snapshots
 from ckpt.save.transaction import SaveRequest
@@ -62,7 +61,10 @@ def meet_ranks(options: RankOptions, tiers: tuple[Storage, ...], patience: Mirro
     place, own_root = place_of(storage), may_have_separate_roots(storage, shared=options.shared)
     ranks = find_ranks(place, own_root=own_root, **options.meeting)
     if ranks.world_size > 1 and any(isinstance(storage, MemoryStorage) for storage in tiers):
-        raise ConfigError("memory:// is in one process, and this job has several. Give it a root that all can see.")
+        raise ConfigError(
+            "memory:// keeps files inside one process, but this job has several. Give a root that all processes can "
+            "see."
+        )
     try_out_tiers(*tiers, patience=patience)
     refuse_checkpoint(storage)
     return ranks, find_hosts(ranks, storage, shared=options.shared)
@@ -111,12 +113,20 @@ _Metrics = Mapping[str, Any] | None
 _Root = RootWriter | None
 
 
+def _step_of(loop: Loop) -> Callable[[], int]:
+    """Where a loop is, for what outlives the manager, which the loop may hold. Where it is gone, 0."""
+    reference = weakref.ref(loop)
+    return lambda: found.progress.step if (found := reference()) is not None else 0
+
+
 class RunState:
     """What a checkpoint of a run holds: everything that is managed, where training is, and how that is called."""
 
     def __init__(self, ranks: Ranks, source: ObjectSource, registry: StateRegistry, loop: Loop) -> None:
         self.ranks, self.source, self.registry, self.loop = ranks, source, registry, loop
         self.metrics: dict[str, Any] = {}  # of the last step
+        self.curves = MetricCurves() if ranks.rank == MAIN else None
+        self.attempt = AttemptLog(_step_of(loop), dict if self.curves is None else self.curves.numbers)
         self.saved_at: tuple[int, int] | None = None
 
     @property
@@ -130,14 +140,13 @@ class RunState:
         return self.saved_at == self.position
 
     @property
-    def name(self) -> str:
-        return self.source.name() or name_of_step(self.loop.progress.step)
+    def is_step_saved(self) -> bool:
+        """Whether the root has a checkpoint of this step, in this epoch or before its end."""
+        return self.saved_at is not None and self.saved_at[0] == self.loop.progress.step
 
     @property
-    def end_name(self) -> str | None:
-        """What to call the final state where the last step was saved already; None for its usual name."""
-        saved_in_loop = self.saved_at is not None and self.saved_at[0] == self.loop.progress.step
-        return f"{self.name}-end" if saved_in_loop and not self.source.name() else None
+    def name(self) -> str:
+        return self.source.name() or name_of_step(self.loop.progress.step)
 
     def facts(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         return {"progress": self.loop.saved_progress().to_json(), "metrics": metrics}
@@ -187,7 +196,7 @@ class Due:
             self.what.add("stop")
         if self.schedule.is_due(step) and not self._state.is_saved:
             self.what.add("save")
-        if memory is not None and memory.is_due(step) and not self._state.is_saved:
+        if memory is not None and not self._state.is_saved and (memory.is_due(step) or memory.is_to_prepare(step)):
             self.what.add("snapshot")
         self._state.loop.is_due = bool(self.what) or self._is_boundary_kept
 
@@ -197,7 +206,7 @@ class Due:
         return taken
 
     def close(self) -> None:
-        """Leave signals to whoever answered them before."""
+        """Give signals back to the previous handlers."""
         self.what.clear()
         self.preemption.close()
         self.schedule.close()
@@ -229,8 +238,9 @@ class Saves:
             self.loader.refuse_half_loaded()
 
     def to_root(
-        self, name: str | None, metrics: _Metrics = None, wait: bool | None = None, busy: str = "", at: _Root = None
-    ) -> str | None:
+        self, name: str | None, metrics: _Metrics = None, wait: bool | None = None, busy: str = "", at: _Root = None,
+        *, amends: bool = False,
+    ) -> str | None:  # fmt: skip
         """Save everything and return the checkpoint's name; None if it is skipped: see `save_state` of the manager."""
         self.require_usable(f"save_state({name!r})" if name else "save_state()")
         state, source = self.state, self.state.source
@@ -238,6 +248,8 @@ class Saves:
         busy = busy or self.options.saving.when_busy
         name = check_name(name) if name is not None else state.name
         numbers = as_numbers(state.metrics if metrics is None else metrics)
+        if state.curves is not None:
+            state.curves.settle()  # where as_numbers has just waited for the device
         facts = state.facts(numbers)
         if busy == "skip" and not wait and self.saver.is_busy_anywhere(name):
             return None
@@ -252,8 +264,9 @@ class Saves:
         state.loop.caveats.tell_lasting()
         if self.memory is not None:
             facts |= memory_facts(self.memory)
-        request = SaveRequest(name, lambda: self._captured(name, numbers), facts, True)
-        self.saver.save(request, wait=wait, replace=busy == "replace", root=root)
+        request = SaveRequest(name, lambda: self._captured(name, numbers), facts, not amends, amends)
+        with state.attempt.waiting():
+            self.saver.save(request, wait=wait, replace=busy == "replace", root=root)
         source.after_save()
         if source.name() is not None:
             self.due.what.discard("save")  # numbered by its source: it would be another checkpoint
@@ -262,12 +275,19 @@ class Saves:
         return name
 
     def end(self) -> None:
-        """Save the state at the end of an epoch, unless that is done."""
+        """Save the state at the end of an epoch, unless that is done.
+
+        If its last step was saved before, that checkpoint is amended by what has changed since: files that are the same
+        stay, and if all are, so does the checkpoint.
+        """
         if not self.state.is_saved:
-            self.to_root(self.state.end_name, busy="wait")
+            self.to_root(None, busy="wait", amends=self.state.is_step_saved)
 
     def to_memory(self) -> None:
-        """Take a snapshot of everything into memory, unless the one before is under way or there is no room."""
+        """Take a snapshot of everything into memory, unless the one before is under way or there is no room.
+
+        After a run's first step, memory for it is made ready.
+        """
         memory, state = self.memory, self.state
         assert memory is not None
         if has_save_hooks(state.source):
@@ -279,7 +299,9 @@ class Saves:
             return
         capture = StateCapture(state.ranks, "auto", memory.hosts, memory.compared)
         source = without_this_save(state.source.state())
-        memory.save(SaveRequest(name, lambda: state.capture(capture, source), facts), step)
+        request = SaveRequest(name, lambda: state.capture(capture, source), facts)
+        with state.attempt.waiting():
+            (memory.prepare if memory.is_to_prepare(step) else memory.save)(request, step)
 
     def note_boundary(self) -> None:
         """A step is done: remember its state, where it is to be saved if an exception follows."""
@@ -329,6 +351,7 @@ class Session:
         self.loop = Loop(self.ranks, source.loaders)
         self.registry = build_registry(source, options.saving.gradients, self.loop, self.ranks)
         self.state = RunState(self.ranks, source, self.registry, self.loop)
+        writer.attempt = self.state.attempt if self.ranks.rank == MAIN else None
         self.due = Due(options, self.state, self.patience)
         self.loader = self._build_loader(hosts)
         self.saves = Saves(options, self.state, self.saver, self.loader, self.memory, self.due)
@@ -363,8 +386,8 @@ class Session:
         self.saver.prefault(self.registry.tensors, for_devices_only=not self.options.saving.background)
 
     def step(self, metrics: _Metrics = None) -> None:
-        """Count a step of training, and find out what is due: it is taken at the boundary of the iteration, or now if
-        the loop shows none."""
+        """Count a step of training. If something is due, take it at the boundary of the iteration, or now if the loop
+        shows no boundary."""
         ready = self.due.started and self.saver.owner.is_here
         if not ready or self.loop.is_released or self.loader.half_loaded is not None:
             self._refuse_step()
@@ -379,6 +402,8 @@ class Session:
         if self.memory is not None:
             self.memory.stepped(self.loop.progress.step)
         self.state.metrics = checked_metrics(metrics) if metrics is not None else {}
+        if self.state.metrics and self.state.curves is not None:
+            self.state.curves.note(self.loop.progress.step, self.state.metrics)
         self.due.find(self.memory)
         if not has_boundary:
             self.take_due()
@@ -387,8 +412,8 @@ class Session:
         self.saves.require_usable("step()")
         if not self.due.started:  # loading now would undo the step that was just made
             raise ConfigError(
-                "step() came before the state was resumed. Loop over manager.epochs(...) or manager.batches(...), or "
-                "call manager.resume() before the loop."
+                "you called step() before you resumed the state. Loop over manager.epochs(...) or "
+                "manager.batches(...), or call manager.resume() before the loop."
             )
         self.loop.refuse_released("step()")
 
@@ -427,7 +452,7 @@ class Session:
             self.loop.caveats.tell("cut short", f"{what}, which {type(error).__name__} has cut short: it is not saved.")
 
     def fingerprint(self) -> dict[str, str]:
-        """The fingerprint of every part of the state on this rank: see `fingerprint` of the manager."""
+        """Return the fingerprint of every part of this rank's state. See `StateManager.fingerprint`."""
         self.saves.require_usable("fingerprint()")
         self.registry.refresh()
         capture = StateCapture(self.ranks, "auto", self.saver.root.hosts, compares=False)
@@ -435,17 +460,57 @@ class Session:
 
     def load(self, name: str | None, *, strict: bool) -> Restored | None:
         """Load a checkpoint: the one by that name, or the newest that is intact; None if there is none."""
-        self.saver.owner.require("load_state()")
-        run_on_all_ranks(self.ranks, "load_state() (saves done)", self.wait)
+        return self._load(name, strict=strict, before=self._settle_saves)
+
+    def resume(self, *, strict: bool) -> Restored | None:
+        """Lock the root for this run, and load its newest intact checkpoint. Returns None if there is no checkpoint.
+
+        Waiting for saves, locking and holding the root cost no exchange between ranks: their errors travel with those
+        of the load.
+        """
+        root = self.saver.root
+
+        def before() -> None:
+            take()
+            self._settle_saves()
+
+        def then(in_memory: bool) -> None:
+            if self.memory is not None:
+                self.memory.continues = in_memory  # or holding the root would disown the snapshots
+            root.hold_here()
+
+        with root.taking() as take:
+            restored = self._load(None, strict=strict, before=before, then=then)
+            if restored is None:
+                root.hold()
+        root.lineage.has_resumed = True
+        return restored
+
+    def _settle_saves(self) -> None:
+        self.wait()
         if self.saver.has_saved:
             self.saver.read_back.stop()
-        trained = self.state.saved_at is not None or self.loop.progress.step > 0
+
+    def _load(
+        self,
+        name: str | None,
+        *,
+        strict: bool,
+        before: Callable[[], None],
+        then: Callable[[bool], None] = lambda _: None,
+    ) -> Restored | None:
+        """`before` and `then`: what each rank does before it looks for checkpoints, and when its state is restored;
+        `then` is told whether from memory."""
+        self.saver.owner.require("load_state()")
+        at = self.loop.progress.step
+        trained = self.state.saved_at is not None or at > 0
         try:
-            restored = self.loader.load(name, strict=strict, verify_before_overwrite=trained)
+            restored = self.loader.load(name, strict=strict, verify_before_overwrite=trained, before=before, then=then)
         except (StorageError, DamagedError) as error:
             if name is None or isinstance(error, StorageError):
                 self.saver.root.lineage.note_failed_load(error)
             raise
+        self.state.attempt.loaded(at, self.saver.root.lineage.resumed)
         if self.memory is not None:
             note_load(self.memory, restored)
         if restored is not None:
@@ -464,7 +529,7 @@ class Session:
 
     def training_facts(self) -> Training:
         """What a model card can say of this run."""
-        from ckpt.export.card import Training, curves
+        from ckpt.export.card import Training
 
         return Training(
             progress=self.loop.progress.to_json(),
@@ -473,7 +538,6 @@ class Session:
             hardware=device_name(),
             world_size=self.ranks.world_size,
             lineage={"run": self.saver.root.lineage.run},
-            curves=curves(manifests_of_run(self.storage, self.saver.root.lineage.run)),
         )
 
     def wait(self) -> None:
@@ -483,18 +547,20 @@ class Session:
             if "pusher" in vars(self):
                 self.pusher.wait()
 
-    def close(self, *, for_restart: bool = False) -> None:
-        """Finish and release everything. `for_restart`: leave the snapshots in memory to a restart."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Finish and release everything. After an exception, leave the snapshots in memory for a restart."""
         if not self.saver.owner.is_here:
             return
         try:
-            self.wait()
-        except BaseException:
-            for_restart = True
+            with self.state.attempt.waiting():
+                self.wait()
+        except BaseException as failure:
+            error = failure if error is None or isinstance(error, Preempted) else error
             raise
         finally:
             if self.memory is not None:
-                self.memory.close(keep=for_restart)
+                self.memory.close(keep=error is not None and not isinstance(error, Preempted))
+            self._end_attempt(error)
             self.loop.release()
             self.source.release()
             self.registry.release()
@@ -502,3 +568,9 @@ class Session:
             self.due.close()
             self.saver.close()
             self.ranks.linger()
+
+    def _end_attempt(self, error: BaseException | None) -> None:
+        told = self.due.preemption.told if error is None or isinstance(error, Preempted) else None
+        if self.state.curves is not None and error is None:  # a device may have failed, and never answer
+            self.state.curves.settle()
+        self.state.attempt.end(error, told)

@@ -106,8 +106,6 @@ def _shown(text: str, escaped: Callable[[str], str]) -> str:
 
 def printable(text: str) -> str:
     """A text in which every character that is not printed is written as Python would: `\\x1b`, `\\n`, `\\u202e`."""
-    if text.isprintable():
-        return text
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 

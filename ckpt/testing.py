@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.errors import ConfigError
-from ckpt.selftest.check import Program, Report, check
+from ckpt.selftest import Program, Report, check
 
 __all__ = ["InexactResumeError", "Report", "assert_exact_resume"]
 
 
 class InexactResumeError(AssertionError):
-    """A resumed run differs from a straight one. `report` says where, and the likely cause."""
+    """The resumed run differs from the straight run. `report` says where."""
 
     def __init__(self, report: Report) -> None:
         super().__init__(str(report))
@@ -39,22 +39,22 @@ def assert_exact_resume(
 
     Args:
         program: A script, which runs in new processes; or a function at the top level of a file, which gets a root for
-            its checkpoints. A script's managers save into roots of the test's own.
-        *arguments: Arguments of the script; `"{root}"` stands for that root, for scripts that use the folder
+            its checkpoints. A script's managers save into temporary roots.
+        *arguments: Arguments of the script; `"{root}"` stands for the temporary root, for scripts that use the folder
             themselves.
         processes: How many processes; more than one run under torchrun.
         kills: How often to kill it.
-        save_every: Overrides the program's own setting.
+        save_every: Steps between saves, instead of the program's own setting.
         seed: Chooses the steps after which to kill it.
         timeout: Seconds for each process.
 
     Returns:
-        What was compared.
+        The results of the comparison.
 
     Raises:
-        InexactResumeError: A batch, loss, gradient, learning rate, parameter or buffer differs; with the first such
-            step and the likely cause.
-        ConfigError: There is nothing to compare.
+        InexactResumeError: A batch, loss, gradient, learning rate or parameter differs, or the final checkpoint; the
+            error names the first such step.
+        ConfigError: The test found nothing to compare.
     """
     report = check(
         Program(
@@ -77,9 +77,9 @@ def _target(program: str | Path | Callable[[str], object], arguments: tuple[str,
     name = getattr(program, "__qualname__", "")
     if not name.isidentifier():
         raise ConfigError(
-            f"{program!r} cannot be started in another process: give a function at the top level of a file, which "
-            "takes the root, or the path of a script."
+            f"ckpt can't start {program!r} in another process. Give the path of a script, or a function at the top "
+            "level of a file that takes the root."
         )
     if arguments:
-        raise ConfigError(f"{name}() is called with the root alone; arguments {arguments} are for scripts.")
+        raise ConfigError(f"ckpt calls {name}() with only the root. The arguments {arguments} are for scripts.")
     return {"target": program.__code__.co_filename, "function": name}

@@ -21,7 +21,7 @@ _EXPANSION_LIMIT = 256 << 20  # bytes that all tensors of a file together may ha
 def of_type(kind: type[_Kind], value: Any) -> _Kind:
     """The value, if it is of that very type: a range in place of a list would become a billion items."""
     if type(value) is not kind:
-        raise ValueError(f"a {type(value).__name__} stands where a {kind.__name__} should")
+        raise ValueError(f"expected a {kind.__name__}, found a {type(value).__name__}")
     return value
 
 
@@ -31,7 +31,7 @@ def checked_sizes(values: Iterable[object]) -> Sizes:
     for value in values:
         if type(value) is not int or not 0 <= value < _SIZE_LIMIT:
             shown = value if isinstance(value, int | float) else f"a {type(value).__name__}"
-            raise ValueError(f"sizes and offsets can't be {shown}")
+            raise ValueError(f"a size or offset can't be {shown}")
         listed.append(value)
     return tuple(listed)
 
@@ -89,7 +89,8 @@ class Expansion:
         """Count a tensor. Raises if its elements, and those of the ones before it, overlap too much."""
         self._left -= max(0, math.prod(sizes) - reach(sizes, strides)) * itemsize
         if self._left < 0:
-            raise ValueError(f"a tensor of shape {list(sizes)} is stored in {reach(sizes, strides) * itemsize} bytes")
+            stored = reach(sizes, strides) * itemsize
+            raise ValueError(f"a tensor of shape {list(sizes)} can't come from only {stored} stored bytes")
 
 
 _LONGEST = 300  # characters of a reason: it may quote the file
@@ -97,7 +98,7 @@ _LONGEST = 300  # characters of a reason: it may quote the file
 
 @contextmanager
 def damage_reported(where: str, what: str) -> Iterator[None]:
-    """Raise `DamagedError` for bytes of `where` that are no `what`: parsers of hostile bytes raise errors of any kind.
+    """Raise `DamagedError` if the bytes of `where` are not a valid `what`: parsers of hostile bytes raise any error.
 
     Errors of ckpt's own pass unchanged, those of the storage among them.
     """
@@ -106,7 +107,7 @@ def damage_reported(where: str, what: str) -> Iterator[None]:
     except CkptError:
         raise
     except Exception as error:
-        raise DamagedError(f"{where} is no {what}: {reason(error)}.") from error
+        raise DamagedError(f"{where} is not a valid {what}: {reason(error)}.") from error
 
 
 def reason(error: Exception) -> str:

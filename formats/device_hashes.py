@@ -6,7 +6,7 @@ in order; blocks are side by side. The last KiB of each block is treated otherwi
 1,152 bytes for every 32 MB.
 
 A header, and a KiB in which one tensor ends and another begins, are first copied together on the device. Only devices
-with Triton's kernels (`xxh3_kernels.py`) do this. Elsewhere the host hashes what was fetched, as ever.
+with Triton's kernels (`xxh3_kernels.py`) do this. Elsewhere the host hashes what was fetched.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from ckpt.formats.tensors import host_bytes
 _log = logging.getLogger("ckpt")
 _STRIPE = 8 * LANES  # bytes
 _SLOT = KIB + _STRIPE  # bytes of the end of a block: its last KiB, and the stripe before
-_BATCH = 4 << 30  # bytes that are hashed side by side; the sums take a sixteenth of it
+_BATCH = 16 << 30  # bytes that are hashed side by side; the sums take a sixteenth of it
 _MOST_GATHERED = 512 << 20  # bytes that lie so that they must be copied first
-_UNIT = 1024  # KiB that one program of the kernel sums up
+_UNIT = 256  # KiB that one program of the kernel sums up: kernels of training wait until some programs have ended
 _ALIGNMENT = 4  # bytes: the kernel reads 32 bits at a time
 
 
@@ -91,7 +91,7 @@ def _enqueued(
         if event is not None:
             event.synchronize()  # it may be read on another thread, which has another current stream
         found = iter([one for batch, lanes, ends in results for one in _finished(batch, lanes.cpu(), ends.cpu())])
-        results.clear()
+        results.clear()  # or the device's memory would be held as long as this function
         return [tuple(next(found) for _ in blocks) for blocks in per_file]
 
     return read
@@ -109,7 +109,7 @@ def _has_kernels() -> bool:
         expected = tuple(map(xxhash.xxh3_128_hexdigest, parts))
         return _enqueued([contents], device, 32 * KIB)() == [expected]
     except Exception as error:  # whatever the compiler raises
-        _log.info("the host hashes what is saved, as the device cannot: %s", error)
+        _log.debug("the device can't hash the tensors of a save, so the host does: %s", error)
         return False
 
 
@@ -126,15 +126,15 @@ def _blocks(contents: Iterator[torch.Tensor], block_size: int) -> Iterator[_Bloc
     open_block, at = _Block([], 0, block_size), 0
     for content in contents:
         done = 0
-        while done < len(content):
+        while done < content.numel():
             open_block.contents.append((at, content))
-            done = min(len(content), open_block.stop - at)
+            done = min(content.numel(), open_block.stop - at)
             if at + done == open_block.stop:
                 yield open_block
                 open_block = _Block([], open_block.stop, open_block.stop + block_size)
-                if done < len(content):
+                if done < content.numel():
                     continue
-        at += len(content)
+        at += content.numel()
     if at > open_block.start:
         yield open_block._replace(stop=at)
 
@@ -191,9 +191,9 @@ class _Batch:
 
     def _add(self, block: _Block, number: int, row: int) -> None:
         body = block.start + block.whole * KIB
-        end = max(block.start, body - _STRIPE)
+        end = max(block.start, body - _STRIPE)  # the last 64 bytes of a block may begin in the KiB before its last one
         for place, content in block.contents:
-            start, stop = max(block.start, place), min(block.stop, place + len(content))
+            start, stop = max(block.start, place), min(block.stop, place + content.numel())
             if start < body:
                 self._add_rows(content, place, start, min(stop, body), block.start, row)
             if stop > end:
@@ -215,7 +215,7 @@ class _Batch:
 
     def _gather(self, content: torch.Tensor, start: int, offset: int, size: int, row: int) -> None:
         first, last = row + offset // KIB, row + (offset + size - 1) // KIB
-        if first != self._last_gathered:
+        if first != self._last_gathered:  # otherwise the content before has begun this KiB, and it is gathered already
             self.gathered += 1
             self.runs.append(_Run(None, (self.gathered - 1) * KIB, first, 1))
         place = (self.gathered - 1) * KIB + offset % KIB
@@ -228,7 +228,8 @@ class _Batch:
     def run(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The lanes of every block before its last KiB, and its end. `table`: what kernels need, on the device."""
         if self.gathered * KIB > _MOST_GATHERED:
-            raise torch.OutOfMemoryError("too much of it must be copied first")
+            # caught by `hashes_on_device`: the host hashes instead
+            raise torch.OutOfMemoryError("hashing these tensors would need too large a copy of them")
         device = table.device
         gathered = torch.empty(self.gathered * KIB, dtype=torch.uint8, device=device)
         ends = torch.zeros(len(self.rows), _SLOT, dtype=torch.uint8, device=device)

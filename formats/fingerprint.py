@@ -102,7 +102,8 @@ def _combined(hashes: bytes, size: int) -> str:
     return xxhash.xxh3_128_hexdigest(hashes + size.to_bytes(8, "little"))
 
 
-# On a device: every chunk at the same time.
+# On a device: every chunk at the same time. Numbers are int64, since PyTorch lacks most operators for uint64: sums and
+# products wrap to the same bits, and only shifts to the right and products of 128 bits need functions of their own.
 
 
 class Chunks(NamedTuple):
@@ -176,7 +177,7 @@ def _has_kernel() -> bool:
         chunks = Chunks.of([len(sample[0])])
         return torch.equal(_lanes_by_kernel(sample, chunks), _lanes(sample, chunks))
     except Exception as error:  # whatever the compiler raises
-        _log.info("fingerprints are computed without Triton, which takes a device longer: %s", error)
+        _log.debug("Triton is not available, so fingerprints take longer on the device: %s", error)
         return False
 
 
@@ -257,6 +258,7 @@ def scrambled(sums: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     secret = words64(SCRAMBLE, LANES).to(device)
     for block in range(most):
         mixed = (lanes ^ shifted(lanes, 47) ^ secret) * PRIME if block else lanes
+        # clamped, as a chunk without such a block would read beyond the end: `where` drops what it reads
         mixed = mixed + sums[(starts + block).clamp(max=len(sums) - 1)]
         lanes = torch.where((blocks > block)[:, None], mixed, lanes)
     return lanes

@@ -228,8 +228,9 @@ def among(layout: Layout, members: Members) -> Layout:
     numbers = {rank: number for number, rank in enumerate(members)}
     if any(rank not in numbers for rank in layout.ranks):
         raise RanksError(
-            f"a tensor is sharded over ranks {_listed(layout.ranks)}, and this manager has ranks {_listed(members)}. "
-            "Build it on every rank that holds a shard, with ranks=ckpt.RankOptions(process_group=...) of them all."
+            f"a tensor is sharded over ranks {_listed(layout.ranks)}, but this manager covers ranks "
+            f"{_listed(members)}. Build the manager on every rank that holds a shard, and pass a group of all of them: "
+            "ranks=ckpt.RankOptions(process_group=...)."
         )
     return interned(Layout(layout.mesh, tuple(numbers[rank] for rank in layout.ranks), layout.placements))
 
@@ -359,19 +360,19 @@ def layout_from_json(fields: Mapping[str, Any], world_size: int | None = None) -
     mesh, ranks, placements = checked_sizes(fields["mesh"]), checked_sizes(fields["ranks"]), tuple(fields["placements"])
     if not ranks or math.prod(mesh) != len(ranks) or len(set(ranks)) != len(ranks):
         raise ValueError(
-            f"a mesh of {'x'.join(map(str, mesh))} ranks has {len(set(ranks))} different ones of {len(ranks)}"
+            f"a mesh of {'x'.join(map(str, mesh))} lists {len(ranks)} ranks, but {len(set(ranks))} different ones"
         )
     if world_size is not None and max(ranks) >= world_size:
-        raise ValueError(f"rank {max(ranks)} is in a mesh, and there were {world_size}")
+        raise ValueError(f"a mesh contains rank {max(ranks)}, but there were only {world_size} ranks")
     if len(placements) != len(mesh) or not all(map(_PLACEMENT.fullmatch, placements)):
-        raise ValueError(f"{list(placements)} are no placements on a mesh of {len(mesh)} dimensions")
+        raise ValueError(f"{list(placements)} can't be placements on a mesh of {len(mesh)} dimensions")
     return interned(Layout(mesh, ranks, placements))
 
 
 def check_covered(layout: Layout, shape: Sizes) -> None:
     """Raise unless the shards of a tensor of that shape are all of it. Cached by layout and shape."""
     if problem := _problem(layout, shape):
-        raise ValueError(f"shards {','.join(layout.placements)} of a tensor of shape {list(shape)}: {problem}")
+        raise ValueError(f"a tensor of shape {list(shape)} is sharded as {','.join(layout.placements)}: {problem}")
 
 
 @lru_cache(maxsize=10_000)

@@ -23,6 +23,7 @@ INDEX_SUFFIX = ".index.json"
 OLD_WEIGHTS = "pytorch_model.bin"
 ADAPTER = "adapter_model"
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".pkl")
+FILE_SUFFIXES = (SUFFIX, f"{SUFFIX}{INDEX_SUFFIX}", *TORCH_SUFFIXES)  # how the names of single files end
 _READERS = "ckpt convert, ckpt merge, ckpt diff and ckpt.load_model read it"
 
 Sign = Callable[[Collection[str]], str | None]
@@ -190,14 +191,14 @@ def identify(files: Collection[str], where: str, format: str | None = None, *, m
     if format is not None and len(found) > (0 if must else 1):
         chosen = named(format)
         if not chosen.sign(files):
-            raise ConfigError(f"{where} is no {format}: it is {' and '.join(found)}.")
+            raise ConfigError(f"{where} is not in the format {format}, but in {' and '.join(found)}.")
         return chosen
     if len(found) > 1:
         listed = " and ".join(f"{name} ({sign})" for name, sign in found.items())
         ways = " or ".join(f"format={name!r}" for name in found)
         raise ConfigError(
-            f"{where} holds saves in {len(found)} formats: {listed}. Say which one to read: {ways} (--format on the "
-            "command line). Or move the other one away."
+            f"{where} holds saves in {len(found)} formats: {listed}. Choose one: {ways} (--format on the command "
+            "line), or move the others away."
         )
     return named(*found) if found else None
 
@@ -205,7 +206,7 @@ def identify(files: Collection[str], where: str, format: str | None = None, *, m
 def named(name: str) -> Format:
     known = {each.name: each for each in FORMATS}
     if not isinstance(name, str) or name not in known:
-        raise ConfigError(f"format={said(name)} is none of {', '.join(known)}.")
+        raise ConfigError(f"format={said(name)} is not a format that ckpt knows. Choose one of {', '.join(known)}.")
     return known[name]
 
 

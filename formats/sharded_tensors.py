@@ -72,7 +72,10 @@ def own_layout(tensor: Any) -> Layout:
     for piece in tensor.metadata().shards_metadata:
         box = Box(tuple(piece.shard_offsets), tuple(piece.shard_sizes))
         if box not in expected and not box.is_empty:
-            raise ValueError(f"a ShardedTensor of shape {list(tensor.size())} is not divided along dimension 0")
+            raise ValueError(
+                f"ckpt can't save a ShardedTensor of shape {list(tensor.size())}, because it is not "
+                "divided along dimension 0"
+            )
     return layout
 
 
@@ -121,7 +124,7 @@ def _placement_text(placement: Any) -> str:
         return f"S{placement.dim}/{placement.split_factor}"
     if placement.is_shard():
         return f"S{placement.dim}"
-    raise ValueError(f"a tensor with placement {placement} has no value of its own to save")
+    raise ValueError(f"ckpt can't save a tensor with placement {placement}: reduce it over the ranks first")
 
 
 def local_tensor(tensor: Any) -> torch.Tensor:

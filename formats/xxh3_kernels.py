@@ -36,14 +36,16 @@ def _kernel(  # type: ignore[no-untyped-def]
             place = block * 128 + stripe * 8 + lane[None, :]
             left = size - place * 8  # bytes of the chunk from here on
             word = tl.load(words + place, mask=left > 0, other=0)
-            unused = tl.where(left < 8, 8 - left, 0) * 8  # bits, of the last word
+            # the last word may reach beyond the chunk: those bits become zeros, which is how a chunk is padded
+            unused = tl.where(left < 8, 8 - left, 0) * 8
             word = tl.where(left > 0, (word << unused.to(tl.uint64)) >> unused.to(tl.uint64), 0)
             secret = tl.load(table + stripe + lane)[None, :]
-            if stripe == 15:
+            if stripe == 15:  # XXH3 has another secret for the last stripe of its input
                 secret = tl.where(block == blocks - 1, last, secret)
             keyed = word ^ secret
             found = tl.where(block < blocks, found + (keyed & 0xFFFFFFFF) * (keyed >> 32), found)
             added += word
+        # XXH3 adds each word, without its secret, to the neighbouring lane
         even, odd = tl.split(tl.reshape(added, (per_program, 4, 2)))
         found += tl.reshape(tl.join(odd, even), (per_program, 8))
     tl.store(lanes + chunk[:, None] * 8 + lane[None, :], found, mask=known[:, None])
@@ -102,22 +104,25 @@ def _sum_kernel(addresses, rows, counts, table, sums, per_program: tl.constexpr)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scramble_kernel(firsts, counts, table, sums, lanes, prime: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Fills the lanes of one block in each program. Eight rows are loaded ahead of their turn."""
-    block = tl.program_id(0)
-    lane = tl.arange(0, 8)
-    count = tl.load(counts + block)
-    row = sums + tl.load(firsts + block) * 8 + lane
+def _scramble_kernel(  # type: ignore[no-untyped-def]
+    firsts, counts, table, sums, lanes, blocks, per_program: tl.constexpr, prime: tl.constexpr
+):
+    """Fills the lanes of a few blocks in each program. 32 rows are loaded ahead of their turn."""
+    block = tl.program_id(0) * per_program + tl.arange(0, per_program)
+    lane = tl.arange(0, 8)[None, :]
+    known = block < blocks
+    count = tl.load(counts + block, mask=known, other=0)[:, None] + lane * 0  # in the shape of the lanes, for the masks
+    row = sums + tl.load(firsts + block, mask=known, other=0)[:, None] * 8 + lane
     secret = tl.load(table + 16 + lane)
-    found = tl.load(table + 32 + lane)
-    for start in range(0, count, 8):
-        for step in tl.static_range(8):
+    found = tl.zeros((per_program, 8), tl.uint64) + tl.load(table + 32 + lane)
+    for start in range(0, tl.max(count), 32):
+        for step in tl.static_range(32):
             number = start + step
-            is_there = (number < count) & (lane >= 0)
+            is_there = number < count
             added = tl.load(row + number * 8, mask=is_there, other=0)
             mixed = (found ^ (found >> 47) ^ secret) * prime
-            found = tl.where(is_there, tl.where((number > 0) & (lane >= 0), mixed, found) + added, found)
-    tl.store(lanes + block * 8 + lane, found)
+            found = tl.where(is_there, tl.where(is_there & (number > 0), mixed, found) + added, found)
+    tl.store(lanes + block[:, None] * 8 + lane, found, mask=known[:, None] & (lane >= 0))
 
 
 def copy_bytes(sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor, device: torch.device) -> None:
@@ -145,12 +150,13 @@ def scrambled(sums: torch.Tensor, counts: Sequence[int], table: torch.Tensor, pr
     firsts, rows = _sent(sums.device, torch.cumsum(number, 0) - number, number)
     lanes = torch.empty(len(counts), 8, dtype=torch.int64, device=sums.device)
     with torch.cuda.device(sums.device):
-        _scramble_kernel[(len(counts),)](
-            firsts, rows, table.view(torch.uint64), sums.view(torch.uint64), lanes.view(torch.uint64), prime=prime,
-            num_warps=1,
+        _scramble_kernel[(triton.cdiv(len(counts), _PER_PROGRAM),)](
+            firsts, rows, table.view(torch.uint64), sums.view(torch.uint64), lanes.view(torch.uint64), len(counts),
+            per_program=_PER_PROGRAM, prime=prime,
         )  # fmt: skip
     return lanes
 
 
 def _sent(device: torch.device, *columns: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    # pinned, or the copy would wait for the stream; PyTorch keeps the pinned memory until the copy is done
     return torch.stack(columns).pin_memory().to(device, non_blocking=True).unbind()

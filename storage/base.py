@@ -254,6 +254,14 @@ class Objects(Protocol):
         """Abort unfinished writes below a prefix that began at least `age` seconds ago."""
 
 
+@runtime_checkable
+class Seeking(Protocol):
+    """The method that a client has besides `Objects` if it can begin a listing after any key."""
+
+    def page(self, after: str) -> tuple[list[Entry], bool]:
+        """The objects after a key, in the order of keys: those of one answer; and whether there are more."""
+
+
 def read_document(storage: Storage, key: str, most: int = LARGEST_DOCUMENT) -> bytes:
     """All bytes of a small object: a manifest, a marker. Of a larger one no more than `most` are ever read."""
     try:
@@ -261,7 +269,7 @@ def read_document(storage: Storage, key: str, most: int = LARGEST_DOCUMENT) -> b
     except TruncatedError as error:
         raise DamagedError(f"{key} is damaged: {error}") from error
     if len(data) > most:
-        raise DamagedError(f"{key} is damaged: it has more than {most} bytes, and no file of its kind has.")
+        raise DamagedError(f"{key} is damaged: it has more than {most:,} bytes, too many for such a file.")
     return data
 
 

@@ -10,19 +10,32 @@ import base64
 import inspect
 import math
 import os
+import re
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import IO, Any, NoReturn, TypeGuard, TypeVar
+from typing import IO, Any, NoReturn, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from ckpt.errors import AbsentError, ConfigError, DeniedError, StorageError, TransientError, TruncatedError
-from ckpt.storage.base import ANY, Buffer, Entry, StablePieces, Unfinished, below, changed, check_key
+from ckpt.storage.base import (
+    ANY,
+    LARGEST_DOCUMENT,
+    Buffer,
+    Entry,
+    StablePieces,
+    Unfinished,
+    below,
+    changed,
+    check_key,
+)
 from ckpt.storage.multipart import PART_SIZE, split_into_parts
 from ckpt.storage.retry import Requests, RetryPolicy, UnreachedError
 from ckpt.util.checked_json import is_relative
+from ckpt.util.option_values import settings
 
 # of fsspec's own machinery, which reads them from what is left
 _OF_FSSPEC = {"use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache", "asynchronous", "loop"}
@@ -143,7 +156,7 @@ class FilesystemObjects:
                 path, lambda there: self._fs.open(there, "wb", block_size=PART_SIZE, autocommit=False)
             )
         except NotImplementedError:
-            raise DeniedError(f"{self.url} is read-only: fsspec can't make a complete object appear there.") from None
+            raise DeniedError(f"{self.url} is read-only: fsspec can't write an object there in one step.") from None
         try:
             for part in split_into_parts(pieces):
                 for view in part:
@@ -195,37 +208,35 @@ def _turn(name: str) -> threading.Lock:
 
 def _problem(error: Exception, what: str, where: str) -> StorageError | None:
     """The `StorageError` for an error of a filesystem, whose class differs between clients; None for other errors."""
-    if isinstance(error, FileNotFoundError) and _is_of_network(error.__cause__):
-        error = error.__cause__  # fsspec says of a web server that did not answer that the file is missing
+    wrapped = isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception)
+    if wrapped:  # fsspec says of a web server that did not answer, or oddly, that the file is missing
+        error = cast(Exception, error.__cause__)
     status = _status(error)
     begin = f"could not {what} {where}"
-    if isinstance(error, _NOTHING_THERE):
+    if isinstance(error, _NOTHING_THERE) or status in (404, 410):
         return AbsentError(f"{where} does not exist.")
     if isinstance(error, _archives()):
         return TruncatedError(f"{where} cannot be unpacked: the archive is damaged there ({type(error).__name__}).")
     if isinstance(error, PermissionError) or status in (401, 403):
         return DeniedError(f"{begin}: the credentials are missing or do not allow it.")
-    if status >= 500 or status == 429:
+    if status >= 500 or status in (408, 429):
         return TransientError(f"{begin}: the server says {status}.")
+    if status:  # to ask again would not help: a redirect that leads nowhere, for instance
+        return StorageError(f"{begin}: the server says {status}. Check the URL.")
     if isinstance(error, _network()):
         silent = isinstance(error, TimeoutError)  # if it has never answered: a server that did is asked for longer
         kind = UnreachedError if silent or isinstance(error, _never_connected()) else TransientError
         return kind(f"{begin}: the connection failed ({type(error).__name__}). Look at the network.")
-    if isinstance(error, OSError) or status:
+    if isinstance(error, OSError) or wrapped:
         return StorageError(f"{begin}: {getattr(error, 'strerror', '') or type(error).__name__}.")
     return None
 
 
-def _is_of_network(error: BaseException | None) -> TypeGuard[Exception]:
-    """Whether nothing is known, as the connection failed or the server did."""
-    return isinstance(error, _network()) and _status(error) not in (404, 410)
-
-
 def _status(error: BaseException) -> int:
-    """The HTTP status of an error, under any name that clients use; 0 if it has none."""
+    """The HTTP status that is no success, under any name that clients use; 0 if an error has none."""
     said = (error, getattr(error, "response", None))
     found = (getattr(one, name, None) for one in said for name in ("status_code", "status", "code"))
-    return next((status for status in found if isinstance(status, int) and 400 <= status < 600), 0)
+    return next((status for status in found if isinstance(status, int) and 300 <= status < 600), 0)
 
 
 def _archives() -> tuple[type[Exception], ...]:
@@ -257,7 +268,7 @@ def _open(scheme: str, prefix: str, options: Mapping[str, Any]) -> tuple[Any, st
     try:
         unknown = unknown_options(options, get_filesystem_class(scheme)) if scheme == "local" else []
         if unknown:
-            raise ConfigError(f"{scheme}:// does not take the storage_options {', '.join(unknown)}.")
+            raise ConfigError(f"{scheme}:// does not accept these storage_options: {', '.join(unknown)}.")
         found: tuple[Any, str] = url_to_fs(f"{scheme}://{prefix}", **{"use_listings_cache": False, **options})
         return found
     except ImportError as error:
@@ -266,7 +277,9 @@ def _open(scheme: str, prefix: str, options: Mapping[str, Any]) -> tuple[Any, st
         raise
     except (TypeError, ValueError) as error:
         kind = type(error).__name__
-        raise ConfigError(f"{scheme}:// does not take these storage_options ({kind}): {', '.join(options)}.") from None
+        raise ConfigError(
+            f"{scheme}:// does not accept these storage_options ({kind}): {', '.join(options)}."
+        ) from None
 
 
 _T = TypeVar("_T")
@@ -277,7 +290,9 @@ _OF_REQUESTS = {  # what aiohttp's requests take, as its documentation lists it
     "auto_decompress", "max_line_size", "max_field_size", "middlewares",
 }  # fmt: skip
 _DEEPEST = 32  # folders
+_MOST_FILES = 100_000  # that a listing may have: whoever shows more makes them up
 _MOST_WITHOUT_LENGTH = 1 << 30  # bytes of a file whose length the server does not say: it may have no end
+_SLOWEST = 1 << 10  # bytes a second of a file that is copied
 _MOST_COPIED = 64 << 20  # bytes of a piece while a file is copied that cannot be read in ranges
 
 
@@ -293,7 +308,7 @@ class ReadOnlyStorage:
         given = dict(options)
         policy = RetryPolicy.taken_from(given)
         self._requests = Requests(policy)
-        self._listing = max(policy.deadline, policy.stall)  # seconds
+        self._patience = max(policy.deadline, policy.stall)  # seconds
         self._fs, path = _opened(url, given, policy)
         self._prefix = path.rstrip("/")
         self._whole: dict[str, IO[bytes]] = {}  # copies of files that the server does not send in parts
@@ -312,8 +327,8 @@ class ReadOnlyStorage:
         above, _, name = inside.rstrip("/").rpartition("/")
         if not above or above.endswith(":/"):
             raise StorageError(
-                f"{self.url} has the files of a checkpoint at its top, and not its folder, which is its name: put the "
-                "folder there."
+                f"{self.url} has the files of a checkpoint at its top level, but no name for it. Put the checkpoint's "
+                "folder there instead."
             )
         return ReadOnlyStorage(f"{above}{'/' if above.endswith(':/') else ''}{chain}{archive}", self._options), name
 
@@ -322,7 +337,7 @@ class ReadOnlyStorage:
         self._known = tuple(keys)
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        if stop is not None and key not in self._sizes and self._is_without_length(key):
+        if stop is not None and key not in self._sizes and self._is_sent_whole(key):
             data = self._asked("read", self._where(key), lambda: self._received(key, stop).read())
             return data[start:stop]
         size = self._size(key)
@@ -343,6 +358,8 @@ class ReadOnlyStorage:
             found = self._asked("list", f"{self.url}/{top}".rstrip("/"), lambda: self._found(self._path(top)))
         except AbsentError:
             found = {}
+        if len(found) > _MOST_FILES:
+            raise StorageError(f"can't list {self.url}: it has more than {_MOST_FILES:,} files.")
         keys = [str(path).removeprefix(self._prefix).strip("/") for path in found]
         for key in keys or self._known:
             if is_relative(key) and below(key, top):
@@ -354,11 +371,11 @@ class ReadOnlyStorage:
         self._fs.invalidate_cache()
         told: dict[str, Any] = {}
         if self._fs.async_impl:  # a tree without an end is one of a server that makes it up
-            told = {"on_error": _raise_unless_absent, "timeout": self._listing}
+            told = {"on_error": _raise_unless_absent, "timeout": self._patience}
         try:
             return dict(self._fs.find(path, maxdepth=_DEEPEST, detail=True, **told))
         except RecursionError:
-            raise StorageError(f"{self.url} can't be listed: its folders nest without end.") from None
+            raise StorageError(f"can't list {self.url}: its folders nest without end.") from None
 
     def version(self, key: str) -> str | None:
         path = self._path(check_key(key))
@@ -394,8 +411,8 @@ class ReadOnlyStorage:
 
     def _refuse(self) -> NoReturn:
         raise DeniedError(
-            f"{self.url} is read-only: you can load, verify, show, merge and pull from it. To save there, give a root "
-            f"that can be written to: a folder, s3://, gs://, az:// or, for the Hub, hub://."
+            f"{self.url} is read-only: you can load, verify, show, merge and pull from it. To save, give a root that "
+            "ckpt can write to: a folder, s3://, gs://, az:// or, for the Hub, hub://."
         )
 
     def _asked(self, what: str, where: str, ask: Callable[[], _T]) -> _T:
@@ -414,31 +431,32 @@ class ReadOnlyStorage:
         return f"{self.url}/{check_key(key)}"
 
     def _size(self, key: str) -> int:
-        if key not in self._sizes and self._is_without_length(key):
+        if key not in self._sizes and self._is_sent_whole(key):
             self._copy(key)
         return self._sizes[key]
 
-    def _is_without_length(self, key: str) -> bool:
+    def _is_sent_whole(self, key: str) -> bool:
         """Whether a file must be copied whole: the server does not say how long it is, or sends no parts of it."""
         facts = self._asked("read", self._where(key), lambda: self._fs.info(self._path(key)))
         if facts.get("type") == "directory":
             raise AbsentError(f"{self._where(key)} does not exist.")
-        if facts.get("size") is None or facts.get("partial") is False:
-            return True
-        self._sizes[key] = int(facts["size"])
-        return False
+        if (size := facts.get("size")) is not None:
+            if not isinstance(size, int) or size < 0:
+                raise StorageError(f"the server says that {self._where(key)} has {size} bytes. Check the URL.")
+            self._sizes[key] = size
+        return key not in self._sizes or facts.get("partial") is False
 
     def _range(self, key: str, start: int, stop: int) -> bytes:
         if key not in self._whole:
             data = self._asked("read", self._where(key), lambda: self._part(key, start, stop))
             if len(data) == stop - start:
                 return data
-            if len(data) != self._size(key):
+            if len(data) < stop - start:
                 raise StorageError(
-                    f"{self._where(key)}: {stop - start} bytes were asked for, and {len(data)} came. The server does "
-                    "not send parts of files as it should."
+                    f"could not read {self._where(key)}: ckpt asked for {stop - start} bytes, and the server sent "
+                    f"{len(data)}. The server does not support ranges correctly."
                 )
-            self._copy(key)  # it was sent whole: once is enough
+            self._copy(key)  # it is sent whole: once is enough
         with self._guard:
             file = self._whole[key]
             file.seek(start)
@@ -450,23 +468,32 @@ class ReadOnlyStorage:
             if key in self._whole:
                 return
             copy = self._asked("read", self._where(key), lambda: self._received(key))
-            self._sizes[key] = copy.seek(0, os.SEEK_END)
+            size = copy.seek(0, os.SEEK_END)
+            if self._sizes.setdefault(key, size) != size:
+                raise StorageError(
+                    f"the server says that {self._where(key)} has {self._sizes[key]:,} bytes, but sent {size:,}."
+                )
             self._whole[key] = copy
 
     def _part(self, key: str, start: int, stop: int) -> bytes:
         return bytes(self._fs.cat_file(self._path(key), start=start, end=stop))
 
     def _received(self, key: str, stop: int | None = None) -> IO[bytes]:
-        """A copy of a file, or of its beginning up to `stop`."""
+        """A copy of a file, or of its beginning up to `stop`. A byte more than it may have shows that it has no end."""
         copy = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the storage
-        left = min(_MOST_WITHOUT_LENGTH + 1, stop or math.inf)
+        left = min(self._sizes.get(key, _MOST_WITHOUT_LENGTH) + 1, stop or math.inf)
+        began = time.monotonic()
         with self._fs.open(self._path(key), "rb", block_size=0) as file:
             while left and (piece := file.read(int(min(left, _MOST_COPIED)))):
                 copy.write(piece)
                 left -= len(piece)
-        if copy.tell() > _MOST_WITHOUT_LENGTH:
+                if copy.tell() < _SLOWEST * (time.monotonic() - began - self._patience):
+                    raise TransientError(
+                        f"could not read {self._where(key)}: the server sends too slowly. Try again later."
+                    )
+        if key not in self._sizes and copy.tell() > _MOST_WITHOUT_LENGTH:
             raise StorageError(
-                f"{self._where(key)} has no end: the server does not say how long it is, and has sent more than "
+                f"could not read {self._where(key)}: the server does not say how long it is, and sent more than "
                 f"{_MOST_WITHOUT_LENGTH >> 30} GiB."
             )
         copy.seek(0)
@@ -483,13 +510,16 @@ def _opened(url: str, options: Mapping[str, Any], policy: RetryPolicy) -> tuple[
     from fsspec import get_filesystem_class
     from fsspec.core import url_to_fs
 
-    scheme = url.lower().partition(":")[0]
+    scheme, *inner = [link.lower().partition(":")[0] for link in url.split("::")]
+    unknown: list[str] = []
     if scheme.startswith("http"):
         unknown, options = _unknown_of_http(options), _for_http(options, policy)
-    else:
-        unknown = unknown_options(options, get_filesystem_class("hf")) if scheme == "hf" else []
+    elif scheme == "hf":
+        unknown = unknown_options(options, get_filesystem_class("hf"))
+    for name in {name for name in inner if name.startswith("http")}:  # an archive there
+        options = {**options, name: _for_http(settings(options.get(name)), policy)}
     if unknown:
-        raise ConfigError(f"{scheme}:// does not take the storage_options {', '.join(unknown)}.")
+        raise ConfigError(f"{scheme}:// does not accept these storage_options: {', '.join(unknown)}.")
     try:
         filesystem, path = url_to_fs(url, **options)
         return filesystem, str(path)
@@ -518,7 +548,8 @@ def _for_http(options: Mapping[str, Any], policy: RetryPolicy) -> dict[str, Any]
     redirects.on_request_redirect.append(_leave_headers_behind)
     client = dict(options.get("client_kwargs") or {})
     traces = [*client.pop("trace_configs", ()), redirects]
-    found = {**options, "client_kwargs": {"timeout": limit, "trace_configs": traces, **client}}
+    ours = {"timeout": limit, "trace_configs": traces, "response_class": _answers(max(policy.deadline, policy.stall))}
+    found = {**options, "client_kwargs": {**ours, **client}}
     auth = found.pop("auth", None)
     if auth is not None:
         if not (isinstance(auth, tuple | list) and len(auth) > 1 and all(isinstance(word, str) for word in auth)):
@@ -526,6 +557,50 @@ def _for_http(options: Mapping[str, Any], policy: RetryPolicy) -> dict[str, Any]
         code = base64.b64encode(":".join(auth[:2]).encode()).decode()  # aiohttp's BasicAuth is a tuple, too
         found["headers"] = {**(options.get("headers") or {}), "Authorization": f"Basic {code}"}
     return found
+
+
+_RANGE = re.compile(r"bytes=(\d+)-(\d+)")
+_LINK = re.compile(
+    r"""href\s{0,9}=\s{0,9}["']([^"'<>\r\n]{1,2048})|(https?://[-a-z0-9@:%_+.~#?&/=]{1,2048})""", re.IGNORECASE
+)
+
+
+def _answers(seconds: float) -> type:
+    """aiohttp's answers, of which no more is read than was asked for, for so long. A redirect to nowhere fails."""
+    import asyncio
+
+    from aiohttp import ClientResponse, ClientResponseError
+
+    class Answer(ClientResponse):
+        def raise_for_status(self) -> None:
+            super().raise_for_status()
+            if self.status >= 300:
+                raise ClientResponseError(self.request_info, self.history, status=self.status)
+
+        async def read(self) -> bytes:
+            """The bytes; where more come than were asked for, one of those, and the rest is not read."""
+            span = _RANGE.fullmatch(self.request_info.headers.get("Range", ""))
+            most = int(span[2]) - int(span[1]) + 1 if span else LARGEST_DOCUMENT
+            found = await asyncio.wait_for(self._received(most + 1), None if math.isinf(seconds) else seconds)
+            if len(found) > most:
+                self.close()
+                if not span:
+                    raise StorageError(f"{self.url} has no end, or more than {most >> 20} MB.")
+            return found
+
+        async def _received(self, most: int) -> bytes:
+            pieces, left = [], most
+            while left and (piece := await self.content.read(left)):
+                pieces.append(piece)
+                left -= len(piece)
+            return b"".join(pieces)
+
+        async def text(self, encoding: str | None = None, errors: str = "strict") -> str:
+            """The links of an index, without the rest, in which fsspec would look for them in cubic time."""
+            found = _LINK.findall((await self.read()).decode(encoding or "utf-8", errors))
+            return "\n".join(f'<a href="{link}">' if link else url for link, url in found)
+
+    return Answer
 
 
 _OF_EVERY_REQUEST = {"accept", "accept-encoding", "range", "user-agent"}

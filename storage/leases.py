@@ -188,9 +188,9 @@ class Leases:
                 self._renew(lease)
             if lease.lost:
                 raise LockedError(
-                    f"{self._objects.url}/{lease.key} was taken over by another run, because this one gave no sign of "
-                    f"life for {EXPIRY:g} s: {self._note(lease.path)} This run writes nothing more. Stop one of the "
-                    "two, then start again: it continues from the newest checkpoint."
+                    f"another run took over {self._objects.url}/{lease.key}, because this one gave no sign of life for "
+                    f"{EXPIRY:g} s: {self._note(lease.path)} This run writes nothing more. Stop one of the two, then "
+                    "start again: it continues from the newest checkpoint."
                 )
 
     def _claim(self, lease: Lease) -> None:
@@ -258,7 +258,7 @@ class Leases:
         first: str | None = None
         while True:
             version, record = self._read(path)
-            if version is None or record is None:
+            if record is None:
                 return version
             ended = has_ended(record)
             if ended or self._seen.age(path, version) > EXPIRY:
@@ -267,7 +267,7 @@ class Leases:
                 raise refusal(self._objects.url, key, record)
             if first is None:
                 _log.warning(
-                    "%s/%s is held: %s Waiting for up to %g s to see whether it is still alive.",
+                    "%s/%s is locked: %s Waiting up to %g s to see whether that run is still alive.",
                     self._objects.url, key, record["note"], EXPIRY,
                 )  # fmt: skip
             first = version
@@ -390,4 +390,4 @@ class Leases:
             self._write_shared(lease)
         elif not self._write_exclusive(lease):
             lease.lost = True
-            _log.error("%s/%s was taken over by another run", self._objects.url, lease.key)
+            _log.error("another run took over %s/%s", self._objects.url, lease.key)

@@ -68,12 +68,14 @@ def refuse_broken_url(path: str) -> None:
     if lost is not None:
         top = "/" if lost.group(1).lower() == "file" else ""
         url = f"{lost.group(1)}://{top}{path[lost.end() :].lstrip('/')}"
-        raise ConfigError(f"{path!r} is a URL that has lost a slash, as Path() makes it: write it as text, {url!r}.")
+        raise ConfigError(f"{path!r} is a URL that lost a slash in Path(). Pass the URL as a string: {url!r}.")
     if (lost := _LOST_BOTH.match(path)) is not None:
         url = f"{lost.group(1)}://{path[lost.end() :]}"
-        raise ConfigError(f"{path!r} is a URL without its slashes: write {url!r}; a folder of that name is './{path}'.")
+        raise ConfigError(
+            f"{path!r} is a URL without its slashes. Write {url!r}, or './{path}' for a folder of that name."
+        )
     if "://" in path or _CHAINED.match(path):
-        raise ConfigError(f"{path!r} is not a URL that ckpt can open: name only the store, as 's3://bucket/run'.")
+        raise ConfigError(f"{path!r} is not a URL that ckpt can open. Name only the store, as in 's3://bucket/run'.")
 
 
 def disk_path(path: Any, what: str) -> str:
@@ -83,7 +85,10 @@ def disk_path(path: Any, what: str) -> str:
     if match is not None and match.group(1).lower() == "file":
         return _file_path(match.group(2))
     if match is not None or _ARCHIVE.match(url):
-        raise ConfigError(f"{masked_url(url)} is no path: {what} is written to a disk. Copy it from there.")
+        raise ConfigError(
+            f"{masked_url(url)} is a URL, but ckpt writes {what} only to a disk. Give a path, then copy the "
+            "result there."
+        )
     refuse_broken_url(url)
     return url
 
@@ -93,7 +98,7 @@ def _refuse_dots(url: str, rest: str) -> None:
     _, *names = rest.split("/")
     if "." in names or ".." in names:
         where = f"{url.partition('://')[0]}://{posixpath.normpath(rest)}"
-        raise ConfigError(f"{url!r} has '.' or '..' in it, which no object store resolves: write {where!r}, if meant.")
+        raise ConfigError(f"{url!r} contains '.' or '..', which object stores don't resolve. Did you mean {where!r}?")
 
 
 def _open_read_only(url: str, options: dict[str, Any]) -> Storage:
@@ -107,8 +112,8 @@ def _open_read_only(url: str, options: dict[str, Any]) -> Storage:
 def _refuse_secrets(url: str) -> None:
     if masked_url(url) != url:
         raise ConfigError(
-            f"{masked_url(url)} has a password, a token or a signature in it, and URLs are shown in logs. Give "
-            "credentials in the environment, in a profile, or in storage_options."
+            f"{masked_url(url)} contains a password, a token or a signature, and logs show URLs. Give credentials in "
+            "the environment, in a profile, or in storage_options."
         )
 
 
@@ -119,13 +124,13 @@ def place_of(storage: Storage) -> str:
 
 def _refuse_options(where: str, options: dict[str, Any]) -> None:
     if options:
-        raise ConfigError(f"{where} takes no storage_options: {', '.join(sorted(options))}.")
+        raise ConfigError(f"{where} accepts no storage_options, but you gave {', '.join(sorted(options))}.")
 
 
 def _file_path(rest: str) -> str:
     path = rest.removeprefix("localhost")
     if not path.startswith("/"):
-        raise ConfigError(f"file://{rest} is not a file URL: write file:///absolute/path, or a plain path.")
+        raise ConfigError(f"file://{rest} is not a file URL. Write file:///absolute/path, or a plain path.")
     return unquote(path)
 
 
@@ -133,7 +138,7 @@ def _open_hub(rest: str, options: dict[str, Any]) -> Storage:
     known = {"token", "interval", "deadline", "stall"}
     if options.keys() - known:
         wrong = ", ".join(sorted(options.keys() - known))
-        raise ConfigError(f"hub:// takes the storage_options {', '.join(sorted(known))}; not {wrong}.")
+        raise ConfigError(f"hub:// accepts the storage_options {', '.join(sorted(known))}, but not {wrong}.")
     return HubStorage(rest, **options)
 
 
@@ -195,6 +200,6 @@ def _installed(scheme: str, url: str) -> Callable[..., Storage]:
         return factory
     known = ", ".join(["a plain path", *(f"{name}://" for name in sorted({*_BUILT_IN, *installed}))])
     raise SchemeError(
-        f"no storage serves {scheme}:// (in {masked_url(url)!r}). Known here: {known}. For another one, install a "
-        f"package that provides it through the entry point group {ENTRY_POINTS!r}."
+        f"ckpt has no storage for {scheme}:// (in {masked_url(url)!r}). It knows {known}. For another scheme, install "
+        f"a package that provides it through the entry point group {ENTRY_POINTS!r}."
     )

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -27,10 +28,12 @@ from ckpt.util.console import ConsoleHandler
 from tests.helpers import hub_server
 from tests.helpers.expected_skips import ExpectedSkips
 from tests.helpers.hub_server import HubServer
-from tests.helpers.namespaces import Node, cabled_nodes
 from tests.helpers.places import Folder, Place, Prefix
 from tests.helpers.seaweed import BUCKET, Server, environment, serving
 from tests.helpers.second_process import MARKS, single_process
+
+if TYPE_CHECKING:
+    from tests.helpers.namespaces import Node
 
 gc.disable()  # until all is collected: what is imported until then stays
 # hundreds of processes import ckpt: images of Python that set this would have each compile every module (0.5 s) anew
@@ -92,6 +95,10 @@ def _shuffled(items: list[pytest.Item], draw: random.Random) -> list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            # pytest attaches its handlers six times a test to each that does not: forty, for a tenth of an empty test
+            logger.propagate = True
     gc.freeze()  # what is imported stays: the collections that ckpt asks for would go through it for 0.4 s each
     gc.enable()
 
@@ -204,6 +211,8 @@ def _tell_where(server: Server, patch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def nodes() -> Iterator[list[Node]]:
     """Two hosts, as far as the network is concerned."""
+    from tests.helpers.namespaces import cabled_nodes  # torch, which the process that only starts workers needs not
+
     with cabled_nodes() as found:
         yield found
 

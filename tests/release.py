@@ -20,7 +20,7 @@ from pathlib import Path
 from ckpt.version import __version__
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-_WANTED = ("Name", "Version", "Summary", "License-Expression", "Requires-Python", "Project-URL", "Classifier")
+_WANTED = ("Name", "Version", "Summary", "License-Expression", "Requires-Python", "Classifier")
 
 
 def problems(folder: Path) -> list[str]:

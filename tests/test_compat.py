@@ -198,7 +198,7 @@ def test_an_accelerator_whose_objects_cannot_be_seen_is_refused_before_a_checkpo
 ) -> None:
     with (
         renamed(NAMES[f"accelerate.Accelerator.{name}"]),
-        pytest.raises(UnsupportedError, match=rf"has no Accelerator\.{name}_of_another_release.*without accelerator="),
+        pytest.raises(UnsupportedError, match=rf"has no Accelerator\.{name}_of_another_release.*of accelerator="),
     ):
         ckpt.StateManager(tmp_path, accelerator=accelerator)
 
@@ -239,7 +239,7 @@ def test_a_deepspeed_that_marks_no_master_weights_is_named(
     assert not caplog.messages
     monkeypatch.delattr(utilities, "get_full_hp_param")
     refuse_bare("model", nn.Linear(2, 2))
-    assert any("loads no master weights" in text for text in caplog.messages)
+    assert any("would load no master weights" in text for text in caplog.messages)
 
 
 @pytest.mark.parametrize("path", [path for path in NAMES if path.startswith("huggingface_hub.")])

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ckpt.formats.checkpoint_name import name_of_step
 from tests.helpers.processes import Script
 
 pytestmark = pytest.mark.slow
@@ -30,10 +36,12 @@ with ckpt.StateManager("runs", model=model, dataloader=loader, save_every=1) as 
         if manager.progress.step == {until}:
             break
 """
-STARTS = "No checkpoint in .*runs.*"
-SAVED = r"saved .*runs/step-0000000\d: \d.* kB, training waited \d\.\d\d s, durable after \d\.\d\d s"
+STARTS = r"No checkpoint in runs(/\w+)? yet; starting from scratch\."
+MORE = r"CKPT_LOG=debug shows more, CKPT_LOG=warning less\."
+TIMES = r"\d+\.\d [kM]B, training waited \d+\.\d\d s, durable after \d+\.\d\d s"
+SAVED = rf"saved step-\d{{8}}: {TIMES}"
 FORGOTTEN = ".*that optimizer starts over after a resume.*"
-RESUMED = (r"resumed from runs/step-00000002: step 2, .*", " +restored +model, rng, progress", " +continues +.*")
+RESUMED = r"resumed from runs/step-00000002: step 2, epoch 0, batch 2"
 INEXACT = ("not everything is as it was when step-00000002 was saved:", f" +approximated +{FORGOTTEN}")
 
 
@@ -103,11 +111,11 @@ def test_each_thing_is_said_once(said: Said, setup: str) -> None:
     before, formatted = SETUPS[setup]
     info, warning = ("INFO ", "WARNING ") if formatted else ("", "ckpt warning: ")
     saved, forgotten = f"{info}{SAVED}", f"{warning}{FORGOTTEN}"
-    assert matches(said(before), f"{info}{STARTS}", forgotten, saved, saved)
+    more = [] if formatted else [MORE]  # a script that has set up logging knows
+    assert matches(said(before), f"{info}{STARTS}", *more, forgotten, saved, saved)
     if setup in ("nothing", "basicConfig"):
-        resumed = (f"{info}{RESUMED[0]}", *RESUMED[1:])
         inexact = (f"{warning}{INEXACT[0]}", INEXACT[1])
-        assert matches(said(before, until=4), *resumed, *inexact, saved, saved)
+        assert matches(said(before, until=4), f"{info}{RESUMED}", *inexact, *more, saved, saved)
 
 
 def test_at_the_level_of_warnings_a_resume_says_what_is_not_exact_and_nothing_else(said: Said) -> None:
@@ -115,14 +123,136 @@ def test_at_the_level_of_warnings_a_resume_says_what_is_not_exact_and_nothing_el
     assert matches(said(until=3, CKPT_LOG="warning"), f"ckpt warning: {INEXACT[0]}", INEXACT[1])
 
 
+EXAMPLES = Path(__file__).parent.parent / "examples"
+RUNS: dict[str, tuple[int, int, str]] = {  # ranks, steps of an epoch, what is saved at the end of each epoch
+    "train.py": (1, 64, ""),
+    "train.py, two ranks": (2, 32, ""),
+    "accelerate_loop.py": (1, 32, "epoch_{}"),
+    "accelerate_loop.py, two ranks": (2, 16, "epoch_{}"),
+}
+
+
+def planned_saves(steps: int, after_epoch: str) -> list[str]:
+    """The checkpoints of three epochs with a save every ten steps, in their order."""
+    names = [name_of_step(step) for step in range(10, 3 * steps + 1, 10)]
+    if not after_epoch:
+        return names if names[-1] == name_of_step(3 * steps) else [*names, name_of_step(3 * steps)]
+    ends = {(epoch + 1) * steps: after_epoch.format(epoch) for epoch in range(3)}
+    at = {10 * number: name for number, name in enumerate(names, 1)}
+    return [name for step in sorted({*at, *ends}) for name in (at.get(step), ends.get(step)) if name]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_says_where_it_begins_and_a_line_for_each_save(tmp_path: Path, name: str) -> None:
+    """Killed and started again, too. These are all lines of all ranks, and they fit a terminal of 80 columns."""
+    ranks, steps, after_epoch = RUNS[name]
+    saves, script = planned_saves(steps, after_epoch), EXAMPLES / name.partition(",")[0]
+    log, errors = tmp_path / "stdout", tmp_path / "stderr"
+    command = (script, "--root", "runs/x", "--epochs", "3", "--save-every", "10")
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+
+    def start() -> Script:
+        return Script(*command, log=log, errors=errors, ranks=ranks, environment=environment, folder=tmp_path)
+
+    def saved(names: list[str]) -> list[str]:
+        return [f"saved {name}: {TIMES}" for name in names]
+
+    with start() as job:
+        while f"saved {saves[2]}" not in errors.read_text():
+            assert job.poll() is None, errors.read_text()
+            time.sleep(0.002)
+    killed = errors.read_text().splitlines()
+    assert matches(killed, STARTS, MORE, *saved(saves[: len(killed) - 2]))
+
+    start().run()
+    lines = [line for line in errors.read_text().splitlines() if "never committed" not in line]  # cut off by the kill
+    last = re.match(r"resumed from runs/x/(\w+-?\d+): step \d+, epoch \d, batch \d+$", lines[0])
+    assert last is not None, lines
+    assert matches(lines[1:], MORE, *saved(saves[saves.index(last.group(1)) + 1 :]))
+    assert len({*lines}) == len(lines)
+    assert max(map(len, [*killed, *lines])) <= 80
+
+
+ON_A_TERMINAL = """
+import torch, ckpt
+from tqdm import tqdm
+from ckpt.util import console
+
+console._BAR_AFTER = 0.0
+model = torch.nn.Linear(2000, 2000)
+with ckpt.StateManager("runs", model=model) as manager:
+    manager.resume()
+    for step in tqdm(manager.batches(range(4)), mininterval=0):
+        manager.step()
+        if step == 1:
+            manager.save_state(wait=True)
+    manager.save_state()  # waited for by the end
+"""
+
+
+def screen(written: str) -> list[str]:
+    """What a terminal shows of it, as far as bars need one."""
+    rows, row, column = [""], 0, 0
+    for piece in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", written):
+        if piece == "\n":
+            row += 1
+            rows += [""] * (row - len(rows) + 1)
+        elif piece in ("\r", "\x1b[2K"):
+            column, rows[row] = 0, "" if piece == "\x1b[2K" else rows[row]
+        elif piece == "\x1b[1A":
+            row -= 1
+        elif not piece.startswith("\x1b"):
+            rows[row] = rows[row][:column].ljust(column) + piece + rows[row][column + len(piece) :]
+            column += len(piece)
+    return [one.rstrip() for one in rows if one.strip()]
+
+
+def test_on_a_terminal_bars_come_and_go_and_every_line_stays_whole(tmp_path: Path) -> None:
+    main_end, child_end = pty.openpty()
+    fcntl.ioctl(child_end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    code, written = AS_BEFORE_THE_IMPORT + ON_A_TERMINAL, b""
+    environment = {"TERM": "xterm"}
+    terminal = Path(os.ttyname(child_end))
+    with Script(
+        "-c", code, log=tmp_path / "stdout", errors=terminal, environment=environment, folder=tmp_path
+    ) as job, open(main_end, "rb", buffering=0) as reader:  # fmt: skip
+        os.set_blocking(main_end, False)
+        while job.poll() is None:
+            written += reader.read(1 << 16) or b""
+            time.sleep(0.002)
+        written += reader.read(1 << 16) or b""
+    os.close(child_end)
+    text = written.decode()
+    assert job.poll() == 0, text
+    for bar in ("copying step-00000004 ", "saving step-00000002 ", "16.0/16.0 MB"):
+        assert bar in text
+    assert matches(screen(text), STARTS, MORE, SAVED, r"100%.* 4/4 .*", SAVED)
+
+
 def test_quiet_says_nothing(said: Said) -> None:
     assert said(CKPT_LOG="quiet") == []
 
 
-def test_debug_says_nothing_twice(said: Said) -> None:
-    lines = said(CKPT_LOG="debug")
-    assert len(lines) == len(set(lines))
-    assert [sum(bool(re.fullmatch(known, line)) for line in lines) for known in (STARTS, SAVED)] == [1, 2]
+def test_debug_says_what_a_save_has_done_when_and_what_a_load_chose(said: Said) -> None:
+    def steps(name: str, *last: str) -> list[str]:
+        done = (
+            "copied; training continues", r"agreed on \d files", r"wrote \d files \(\d+\.\d kB\)",
+            "all files are written; committing", SAVED, *last,
+        )  # fmt: skip
+        return [one if one == SAVED else rf"{name} \+\d+\.\d\d\d s: {one}" for one in done]
+
+    def without_read_back(lines: list[str]) -> list[str]:  # beside the next save
+        return [line for line in lines if "read back" not in line]
+
+    lines = without_read_back(said(CKPT_LOG="debug"))
+    one, two = (steps(f"step-0000000{step}", f"kept {step} checkpoints") for step in (1, 2))
+    assert matches(lines, r"load_state\(\): found nothing in runs", STARTS, f".*{FORGOTTEN}", *one, *two)
+    lines = without_read_back(said(until=3, CKPT_LOG="debug"))
+    found = r"load_state\(\): found runs/step-00000002, runs/step-00000001"
+    loaded = r"verified and loaded runs/step-00000002 in \d\.\d\d s"
+    what = (" +restored +model, rng, progress", " +continues +the next `for` begins at batch 2 .*")
+    inexact = (f"ckpt warning: {INEXACT[0]}", INEXACT[1])
+    assert matches(lines, found, loaded, RESUMED, *what, *inexact, *steps("step-00000003", "kept 3 checkpoints"))
 
 
 def test_under_pytest_the_report_of_a_failure_has_each_once(tmp_path: Path) -> None:
@@ -141,7 +271,7 @@ assert False"""
         timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
-    for text in ("starts over after a resume", "saved runs/step-00000002", "ckpt warning: of a child"):
+    for text in ("starts over after a resume", "saved step-00000002", "ckpt warning: of a child"):
         assert done.stdout.count(text) == 1, done.stdout
 
 
@@ -153,15 +283,17 @@ def test_a_level_switches_them_off_and_leaves_warnings(said: Said) -> None:
 def test_an_unknown_word_in_the_environment_is_named(said: Said) -> None:
     first, *rest = said(CKPT_LOG="loud")
     assert first == "ckpt warning: CKPT_LOG=loud is not known. Choose one of: debug, info, warning, error, quiet."
-    assert len(rest) == 4
+    assert len(rest) == 5
 
 
 def test_a_log_file_gets_them_beside_the_console(tmp_path: Path, said: Said) -> None:
     lines = said('logging.basicConfig(filename="log", format="%(message)s")')
-    assert matches(lines, STARTS, f"ckpt warning: {FORGOTTEN}", SAVED, SAVED)
-    assert (tmp_path / "log").read_text().replace("an AdamW", "") == "\n".join(lines).replace(
-        "ckpt warning: ", ""
-    ) + "\n"
+    assert matches(lines, STARTS, MORE, f"ckpt warning: {FORGOTTEN}", SAVED, SAVED)
+    of_console = {"ckpt warning: ": "", f"{lines[1]}\n": ""}
+    told = "".join(f"{line}\n" for line in lines)
+    for text, without in of_console.items():
+        told = told.replace(text, without)
+    assert (tmp_path / "log").read_text() == told
 
 
 def test_a_handler_of_rich_is_a_console(tmp_path: Path, said: Said) -> None:
@@ -173,7 +305,7 @@ def test_a_handler_of_rich_is_a_console(tmp_path: Path, said: Said) -> None:
 
 def test_a_logger_that_passes_nothing_on_is_heard_all_the_same(said: Said) -> None:
     lines = said('logging.basicConfig()\nlogging.getLogger("ckpt").propagate = False')
-    assert matches(lines, STARTS, f"ckpt warning: {FORGOTTEN}", SAVED, SAVED)
+    assert matches(lines, STARTS, MORE, f"ckpt warning: {FORGOTTEN}", SAVED, SAVED)
 
 
 def test_a_closed_standard_error_is_no_error_of_the_training(tmp_path: Path, said: Said) -> None:

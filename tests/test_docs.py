@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from ckpt.config import read_config
-from tests.test_imports import ARROWS
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = ("campaign.md", "mutants.md")
@@ -20,6 +19,7 @@ DOCUMENTS = [
 ]
 FOLDERS = "ckpt|formats|storage|tests|docs|benchmarks|examples"
 NAMED = re.compile(rf"(?<![\w./:@-])((?:{FOLDERS})/[\w./*-]*[\w*/])((?:::\w+(?:\.\w+)*)*)")
+BLOCK = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:\s]+)\)")
 BARE_TEST = re.compile(r"(?<![\w/])test_\w+\.py\b")
 TEST_NAME = re.compile(r"`(test_\w+)`")
@@ -54,6 +54,12 @@ def test_every_path_and_every_test_that_a_document_names_exists(document: Path) 
     assert problems(document.read_text(), document.parent) == []
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_code_in_a_document_is_no_wider_than_the_site_shows(document: Path) -> None:
+    lines = [line for block in BLOCK.findall(document.read_text()) for line in block.splitlines()]
+    assert [line for line in lines if len(line) > 120] == []
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -76,12 +82,6 @@ def test_what_exists_is_no_problem() -> None:
     )
     assert problems(text) == []
     assert len(DOCUMENTS) > 5
-
-
-def test_the_table_of_imports_is_the_one_that_is_tested() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| ([\w, ]+) \|$", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE)
-    words = {"anything": "*", "nothing": ""}
-    assert {name: words.get(allowed, allowed.replace(",", "")) for name, allowed in rows} == ARROWS
 
 
 def test_the_yaml_of_the_documentation_has_options_that_exist(tmp_path: Path) -> None:

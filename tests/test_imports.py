@@ -8,7 +8,6 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
 from importlib.util import resolve_name
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import ckpt.formats
 import ckpt.storage
 from ckpt import errors
 from ckpt.cli.main import _MODULES, COMMANDS
+from tests import weight
 
 PACKAGE = Path(ckpt.__file__).resolve().parent
 FORMATS = Path(ckpt.formats.__file__).resolve().parent
@@ -63,9 +63,9 @@ def sources(*folders: Path) -> list[Path]:
     return sorted({path.resolve() for folder in folders for path in folder.rglob("*.py")})
 
 
-def imported(tree: ast.AST, package: str) -> Iterator[str]:
+def imported(nodes: list[ast.AST], package: str) -> Iterator[str]:
     """The full name of whatever a module imports: `from a import b` is `a.b`."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -73,9 +73,8 @@ def imported(tree: ast.AST, package: str) -> Iterator[str]:
             yield from (f"{home}.{alias.name}" for alias in node.names)
 
 
-@cache
-def parsed(path: Path) -> ast.AST:
-    return ast.parse(path.read_text())
+def parsed(path: Path) -> list[ast.AST]:
+    return weight.sources()[str(path.relative_to(weight.HOME))]
 
 
 def below(name: str, *homes: str) -> bool:
@@ -87,34 +86,33 @@ def room(name: str) -> str:
     return f"{name}.".split(".")[1]
 
 
-def arrows(tree: ast.AST, module: str, package: str) -> set[str]:
+def arrows(nodes: list[ast.AST], module: str, package: str) -> set[str]:
     """The rooms that a module imports from, its own left out. `ckpt` itself, with all public names, is `ckpt`."""
-    found = {room(name) or "ckpt" for name in imported(tree, package) if below(name, "ckpt")}
+    found = {room(name) or "ckpt" for name in imported(nodes, package) if below(name, "ckpt")}
     rooms = found & {*ARROWS, "ckpt"}
     return (rooms | ({"ckpt"} if found - rooms else set())) - {room(module)}
 
 
-def forbidden(tree: ast.AST, module: str, package: str) -> list[str]:
+def forbidden(nodes: list[ast.AST], module: str, package: str) -> list[str]:
     allowed = ARROWS[room(module)].split()
-    return sorted(arrows(tree, module, package) - set(allowed)) if allowed != ["*"] else []
+    return sorted(arrows(nodes, module, package) - set(allowed)) if allowed != ["*"] else []
 
 
-def as_top_level(tree: ast.AST, package: str) -> list[str]:
-    return [name for name in imported(tree, package) if below(name, "formats", "storage")]
+def as_top_level(nodes: list[ast.AST], package: str) -> list[str]:
+    return [name for name in imported(nodes, package) if below(name, "formats", "storage")]
 
 
-def pickled(tree: ast.AST, package: str) -> list[str]:
+def pickled(nodes: list[ast.AST], package: str) -> list[str]:
     """Whatever in a module could write or execute a pickle."""
-    imports = [name for name in imported(tree, package) if below(name, *PICKLERS, *PICKLING)]
-    nodes = list(ast.walk(tree))
+    imports = [name for name in imported(nodes, package) if below(name, *PICKLERS, *PICKLING)]
     ends = {name.rpartition(".")[2] for name in PICKLING}  # to unparse every attribute takes a second
     attributes = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr in ends]
     used = [text for node in attributes if (text := ast.unparse(node)) in PICKLING]
-    allowed = [node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg == "allow_pickle"]
-    return [*imports, *used, *allowed]
+    options = [option.arg for node in nodes if isinstance(node, ast.Call) for option in node.keywords]
+    return [*imports, *used, *(name for name in options if name == "allow_pickle")]
 
 
-Rule = Callable[[ast.AST, str], list[str]]
+Rule = Callable[[list[ast.AST], str], list[str]]
 
 
 def offences(rule: Rule, paths: list[Path], package: str) -> dict[str, list[str]]:
@@ -211,7 +209,7 @@ def test_nothing_is_pickled_but_for_other_tools_whose_formats_ask_for_it() -> No
     ],
 )
 def test_the_rules_see_what_they_forbid(rule: Rule, code: str) -> None:
-    assert len(rule(ast.parse(code), "ckpt.formats")) == 1
+    assert len(rule(weight.nodes(code), "ckpt.formats")) == 1
 
 
 @pytest.mark.parametrize(
@@ -234,7 +232,7 @@ def test_the_rules_see_what_they_forbid(rule: Rule, code: str) -> None:
     ],
 )
 def test_the_table_sees_what_it_forbids(code: str, rooms: list[str]) -> None:
-    assert forbidden(ast.parse(code), "ckpt.formats.layout", "ckpt.formats") == rooms
+    assert forbidden(weight.nodes(code), "ckpt.formats.layout", "ckpt.formats") == rooms
 
 
 @pytest.mark.parametrize(
@@ -242,7 +240,7 @@ def test_the_table_sees_what_it_forbids(code: str, rooms: list[str]) -> None:
 )
 def test_the_rules_let_the_rest_pass(code: str) -> None:
     for rule in (as_top_level, pickled):
-        assert rule(ast.parse(code), "ckpt.formats") == []
+        assert rule(weight.nodes(code), "ckpt.formats") == []
 
 
 class TestPublicNames:
@@ -258,7 +256,7 @@ class TestPublicNames:
         assert dir(ckpt) == ckpt.__all__
 
     def test_each_is_listed_once_with_the_module_that_defines_it(self) -> None:
-        listed = list(imported(ast.parse((PACKAGE / "__init__.pyi").read_text()), "ckpt"))
+        listed = list(imported(weight.nodes((PACKAGE / "__init__.pyi").read_text()), "ckpt"))
         assert sorted(name.rpartition(".")[2] for name in listed) == ckpt.__all__
         for home, _, name in (one.rpartition(".") for one in listed):
             found = getattr(ckpt, name)

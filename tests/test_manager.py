@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ckpt
+from ckpt import manager
 from ckpt.errors import ConfigError, DamagedError, MetricError, MissingError, Preempted, StorageError
 
 FOREGROUND = ckpt.SaveOptions(background=False)
@@ -100,13 +101,11 @@ def test_checkpoints_are_named_by_their_step_and_have_the_metrics_of_the_last_on
 
 def test_steps_that_are_due_are_saved_and_the_final_state_too(tmp_path: Path) -> None:
     for every, names in (
-        (2, ["step-00000002", "step-00000004", "step-00000006", "step-00000006-end"]),
+        (2, ["step-00000002", "step-00000004", "step-00000006"]),
         (4, ["step-00000004", "step-00000006"]),
         (ckpt.Every(epoch_end=True), ["step-00000003", "step-00000006"]),
-        (
-            ckpt.Every(steps=3, epoch_end=True),
-            ["step-00000003", "step-00000003-end", "step-00000006", "step-00000006-end"],
-        ),
+        (ckpt.Every(steps=3, epoch_end=True), ["step-00000003", "step-00000006"]),
+        (ckpt.Every(steps=2, epoch_end=True), ["step-00000002", "step-00000003", "step-00000004", "step-00000006"]),
         (None, []),
     ):
         root = tmp_path / str(every).replace("/", "_")
@@ -116,6 +115,82 @@ def test_steps_that_are_due_are_saved_and_the_final_state_too(tmp_path: Path) ->
         assert (_names(root) if names else []) == names
 
 
+class Scheduled(Run):
+    """With a scheduler and a plain value."""
+
+    def __init__(self, root: Path, **options: Any) -> None:
+        super().__init__(root, **options)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.manager.register(best=0.0, schedule=self.scheduler)
+
+
+AFTER_THE_LAST_STEP: dict[str, Callable[[Scheduled], object]] = {
+    "a scheduler's step": lambda run: run.scheduler.step(),
+    "a plain value": lambda run: run.manager.values.update(best=1.0),
+    "a random number, as in an evaluation": lambda run: torch.rand(1),
+    "a weight": lambda run: run.model.bias.data.add_(1),
+    "nothing": lambda run: None,
+}
+
+
+@pytest.mark.parametrize("what", AFTER_THE_LAST_STEP)
+def test_the_checkpoint_of_the_last_step_has_the_end_of_its_epoch_too(
+    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is the same stays where it is. A line is said where a file of tensors was written."""
+    caplog.set_level(logging.INFO, logger="ckpt")
+    run = Scheduled(tmp_path, save_every=3)
+    with run.manager as manager:
+        for _ in manager.epochs(1):
+            for (inputs,) in manager.batches(run.loader):
+                run.step(inputs)
+            AFTER_THE_LAST_STEP[what](run)
+        at_end = manager.fingerprint()
+    lines = [line.split(":")[0] for line in caplog.messages if "durable after" in line]
+    assert lines == ["saved step-00000003", *(["updated step-00000003"] if what == "a weight" else [])]
+    assert _names(tmp_path) == ["step-00000003"]
+    files = {path.name for path in (tmp_path / "step-00000003").iterdir()}
+    assert ("model.safetensors" in files) == (what != "a weight")
+    assert ".saving" not in files
+    assert ckpt.verify(tmp_path) == {"step-00000003": []}
+    with Scheduled(tmp_path, save_every=3).manager as manager:
+        assert list(manager.epochs(1)) == []
+        assert manager.fingerprint() == at_end
+
+
+def test_a_loader_that_does_not_know_its_end_has_its_end_saved(tmp_path: Path) -> None:
+    run = Run(tmp_path, save_every=3)
+    with run.manager as manager:
+        for _ in manager.epochs(1):
+            for (inputs,) in manager.batches(batch for batch in run.loader):
+                run.step(inputs)
+    (found,) = ckpt.list_checkpoints(tmp_path)
+    assert found.manifest is not None
+    assert (found.name, found.manifest.progress["epoch"]) == ("step-00000003", 1)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_save_after_the_inner_loop_stays_as_it_is_unless_something_changes_after_it(
+    tmp_path: Path, changed: bool
+) -> None:
+    run = Scheduled(tmp_path, save_every=2)
+    told: list[Any] = []
+    run.manager.on_save(told.append)
+    with run.manager as manager:
+        for _ in manager.epochs(1):
+            for (inputs,) in manager.batches(run.loader):
+                run.step(inputs)
+            manager.save_state()
+            before = (tmp_path / "step-00000003" / "manifest.json").read_bytes()
+            if changed:
+                run.scheduler.step()
+    assert (before != (tmp_path / "step-00000003" / "manifest.json").read_bytes()) == changed
+    assert [report.name for report in told] == ["step-00000002", "step-00000003", *["step-00000003"] * changed]
+    assert _names(tmp_path) == ["step-00000002", "step-00000003"]
+    assert ckpt.verify(tmp_path) == {"step-00000003": [], "step-00000002": []}
+    assert not list(tmp_path.glob("*/.saving"))
+
+
 def test_every_checkpoint_is_reported_to_who_asked_for_it(run: Run) -> None:
     reports: list[Any] = []
     callback = reports.append
@@ -123,7 +198,7 @@ def test_every_checkpoint_is_reported_to_who_asked_for_it(run: Run) -> None:
     for name in "ab":
         run.manager.save_state(name)
     assert [report.name for report in reports] == ["a", "b"]
-    with pytest.raises(ConfigError, match="on_save takes a function"):
+    with pytest.raises(ConfigError, match="on_save needs a function"):
         run.manager.on_save(3)  # type: ignore[arg-type]
 
 
@@ -266,7 +341,7 @@ def test_a_load_drops_what_was_due_of_the_state_that_it_replaces(tmp_path: Path)
 
 
 def test_calls_before_the_resume_and_after_the_end_are_refused(run: Run) -> None:
-    with pytest.raises(ConfigError, match=r"step\(\) came before the state was resumed"):
+    with pytest.raises(ConfigError, match=r"called step\(\) before you resumed"):
         run.manager.step()
     run.manager.resume()
     run.step()
@@ -295,7 +370,7 @@ def test_in_a_forked_child_every_call_is_refused_and_close_does_nothing(run: Run
     for name, call in calls.items():
         with pytest.raises(ConfigError, match=rf"^{re.escape(name)}: this StateManager belongs to process"):
             call()
-    with pytest.raises(ConfigError, match="a fork of it"):
+    with pytest.raises(ConfigError, match="this is a fork"):
         next(iter(manager.batches(run.loader)))
     manager.close()
     owner.is_here = True
@@ -334,7 +409,7 @@ def test_every_so_many_steps_is_true_of_steps_that_were_made(run: Run) -> None:
         found.append((run.manager.every(1), run.manager.every(2), run.manager.every(3)))
     assert found == [(True, False, False), (True, True, False), (True, False, True), (True, True, False)]
     for wrong in (0, -1, 1.5, None):
-        with pytest.raises(ConfigError, match="give a number of steps, 1 or more"):
+        with pytest.raises(ConfigError, match="needs a number of steps, 1 or more"):
             run.manager.every(wrong)  # type: ignore[arg-type]
 
 
@@ -404,6 +479,17 @@ def test_gradients_are_saved_as_the_options_say(tmp_path: Path) -> None:
             run.optimizer.zero_grad()
             manager.load_state()
             assert (run.model.weight.grad is not None) is there
+
+
+@pytest.mark.parametrize("due", [set(), {"metrics"}, {"save"}])
+def test_a_save_that_was_due_when_a_manager_is_dropped_is_said_to_be_lost(
+    due: set[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    closed: list[str] = []
+    preemption, schedule = (SimpleNamespace(close=lambda name=name: closed.append(name)) for name in ("p", "s"))
+    manager._drop(preemption, schedule, due, "runs/x")  # type: ignore[arg-type]
+    assert closed == ["p", "s"]
+    assert ("could not make the last save to runs/x" in caplog.text) == ("save" in due)
 
 
 def test_nothing_but_the_log_is_left_of_a_manager_that_was_closed(run: Run, caplog: pytest.LogCaptureFixture) -> None:

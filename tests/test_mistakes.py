@@ -128,7 +128,7 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
     "an optimizer as the model": (make(model=Script().optimizer), "model is a AdamW"),
     "a model as the optimizer": (make(optimizer=nn.Linear(2, 2)), "give it as model="),
     "a number as the optimizer": (make(optimizer=3), "optimizer is a int"),
-    "text as the loader": (make(dataloader="train"), "gives no batches"),
+    "text as the loader": (make(dataloader="train"), "can't iterate over dataloader"),
     "an option that is misspelled": (make(save_evry=3), "did you mean 'save_every'?"),
     "an option of saves that is misspelled": (lambda _: ckpt.SaveOptions(backgroud=True), "mean 'background'?"),  # type: ignore[call-arg]
     "an option of Keep that is misspelled": (lambda _: ckpt.Keep(lst=3), "did you mean 'last'?"),  # type: ignore[call-arg]
@@ -155,7 +155,7 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
         "one number for each name",
     ),
     "a step before the resume": (lambda root: Script().manager(root).step(), "call manager.resume() before the loop"),
-    "a step after the end": (on(lambda manager: manager.step(), closed=True), "Build a new one"),
+    "a step after the end": (on(lambda manager: manager.step(), closed=True), "Build a new manager"),
     "epochs after the end": (on(lambda manager: next(manager.epochs(3)), closed=True), "on a closed StateManager"),
     "batches after the end": (
         on(lambda manager: next(iter(manager.batches([1]))), closed=True),
@@ -183,15 +183,15 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
     "a root that is nothing": (make_at(None), "needs a root"),
     "a root that is empty": (make_at(""), "must be a path, a URL or a storage"),
     "a root that is a number": (make_at(3), "must be a path, a URL or a storage"),
-    "a URL in a Path": (make_at(Path("s3://bucket/run")), "write it as text, 's3://bucket/run'"),
-    "a URL that has lost a slash": (make_at("hub:/me/run"), "write it as text, 'hub://me/run'"),
-    "a model saved to a URL": (on(lambda manager: manager.save_model("s3://b/m")), "is written to a disk"),
+    "a URL in a Path": (make_at(Path("s3://bucket/run")), "Pass the URL as a string: 's3://bucket/run'"),
+    "a URL that lost a slash": (make_at("hub:/me/run"), "Pass the URL as a string: 'hub://me/run'"),
+    "a model saved to a URL": (on(lambda manager: manager.save_model("s3://b/m")), "only to a disk"),
     "a model saved to a URL in a Path": (on(lambda manager: manager.save_model(Path("s3://b/m"))), "lost a slash"),
-    "a chained URL": (make_at("simplecache::s3://bucket/run"), "name only the store"),
-    "a chained URL in a Path": (make_at(Path("simplecache::s3://bucket/run")), "name only the store"),
+    "a chained URL": (make_at("simplecache::s3://bucket/run"), "Name only the store"),
+    "a chained URL in a Path": (make_at(Path("simplecache::s3://bucket/run")), "Name only the store"),
     "a URL with a space before it": (make_at(" s3://bucket/run"), "is not a URL that ckpt can open"),
-    "a scheme that nobody serves": (make_at("foo://bucket/run"), "no storage serves foo://"),
-    "options for a local folder": (make(storage_options={"key": "x"}), "takes no storage_options: key"),
+    "a scheme that nobody serves": (make_at("foo://bucket/run"), "ckpt has no storage for foo://"),
+    "options for a local folder": (make(storage_options={"key": "x"}), "accepts no storage_options, but you gave key"),
     "nothing to save": (lambda root: make()(root).save_state("a", wait=True), "there is nothing to save"),
     "a list of no models": (lambda root: make(model=[])(root).save_state("a"), "there is nothing to save"),
     "a scheduler as the optimizer": (make(optimizer=scheduler()), "optimizer is a StepLR, which is none"),
@@ -202,7 +202,7 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
     "a number in place of SaveOptions": (make(saving=3), "must be a ckpt.SaveOptions"),
     "a number in place of RankOptions": (make(ranks=4), "must be a ckpt.RankOptions"),
     "a number in place of a mirror": (make(mirror=3), "must be a path, a URL, a storage, or a ckpt.Mirror"),
-    "a mirror that is the root": (lambda root: make(mirror=root / "run")(root), "is the root itself"),
+    "a mirror that is the root": (lambda root: make(mirror=root / "run")(root), "is the same place as the root"),
     "a time that is none": (make(save_every="10 parsecs"), "as '10min', '90s' or '2h'"),
     "half a step": (make(save_every=1.5), "a number of steps"),
     "a switch in place of steps": (make(save_every=True), "a number of steps"),
@@ -227,31 +227,30 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
         "a/b: cannot name a part",
     ),
     "a value that is a tensor": (on(lambda manager: manager.values.update(x=torch.ones(2))), "has a Tensor in it"),
-    "a value without a name": (on(lambda manager: manager.values.update({1: 2})), "are kept under names"),  # type: ignore[dict-item]
+    "a value without a name": (on(lambda manager: manager.values.update({1: 2})), "the name of a value must be text"),  # type: ignore[dict-item]
     "less than no epochs": (on(lambda manager: next(manager.epochs(-1))), "the total number of epochs, not -1"),
     "every few steps as text": (on(lambda manager: manager.every("10")), "a number of steps"),  # type: ignore[arg-type]
     "a metric of many numbers": (on(lambda manager: manager.step({"loss": torch.ones(2)})), "'loss' is not"),
     "a metric that is not there": (on(lambda manager: manager.step({"loss": None})), "'loss' is not"),
     "a metric that is text": (on(lambda manager: manager.step({"loss": "3"})), "'loss' is not"),
     "a metric without a name": (on(lambda manager: manager.step({3: 1.0})), "3 is not"),  # type: ignore[dict-item]
-    "a callback that is none": (on(lambda manager: manager.on_save(3)), "on_save takes a function"),  # type: ignore[arg-type]
-    "a copy of the manager": (on(copy.deepcopy), "neither copied nor pickled"),
-    "a pickled manager": (on(pickle.dumps), "neither copied nor pickled"),
+    "a callback that is none": (on(lambda manager: manager.on_save(3)), "on_save needs a function"),  # type: ignore[arg-type]
+    "a copy of the manager": (on(copy.deepcopy), "you can't copy or pickle"),
+    "a pickled manager": (on(pickle.dumps), "you can't copy or pickle"),
     "a model without data": (make_and_save(model=nn.Linear(2, 2, device="meta")), "on the meta device"),
     "another optimizer": (of_another_optimizer, "a SGD in the checkpoint, a AdamW here"),
     "another dtype": (of_other_objects(rows(1, 3).half(), rows(1, 3)), "dtype float32 in the checkpoint, float16 here"),
     "a model and its source in the wrong order": (
         on(lambda manager: ckpt.load_model(nn.Linear(2, 2), manager.url)),  # type: ignore[arg-type]
-        "the source must be a path or a URL",
+        "needs a path or a URL as its source",
     ),
     "a model from nowhere": (lambda root: ckpt.load_model(root / "no", nn.Linear(2, 2)), "there is nothing at"),
-    "a merge of a whole root": (on(lambda manager: ckpt.merge(manager.url, "x.safetensors")), "Name one of them"),
-    "a merge into a folder": (on(lambda manager: ckpt.merge(manager.url, manager.url)), "Name the file"),
+    "a merge into a folder": (on(lambda manager: ckpt.merge(manager.url, manager.url)), "Name a file in it"),
     "a merge from nowhere": (lambda root: ckpt.merge(root / "no", "x.safetensors"), "there is nothing at"),
-    "a conversion to what is none": (on(lambda manager: ckpt.convert(manager.url, "x", to="onnx")), "is none of ckpt"),
+    "a conversion to what is none": (on(lambda manager: ckpt.convert(manager.url, "x", to="onnx")), "is not a format"),
     "to verify nothing": (lambda root: ckpt.verify(root), "neither a root nor a checkpoint"),
     "to prune by a number": (on(lambda manager: ckpt.prune(manager.url, keep=3)), "must be a ckpt.Keep"),  # type: ignore[arg-type]
-    "a repository that is none": (on(lambda manager: manager.push_to_hub("not a name!")), "write user/name"),
+    "a repository that is none": (on(lambda manager: manager.push_to_hub("not a name!")), "Write user/name"),
     "a configuration that is not there": (config(None), "cannot be read"),
     "a configuration with a slip": (config("root: x\nsave_evry: 3\n"), "did you mean 'save_every'?"),
     "a configuration that is no YAML": (config("root: [x\n"), "is not YAML"),
@@ -326,7 +325,7 @@ def test_a_run_that_is_complete_says_so_and_how_to_go_on(tmp_path: Path, capsys:
     assert "is complete" not in capsys.readouterr().err
     _trained(tmp_path / "run", 2)
     said = capsys.readouterr().err
-    assert "step-00000004-end has all 2 epochs, at step 4. Nothing is left to train." in said
+    assert "step-00000004 has all 2 epochs, at step 4. Nothing is left to train." in said
     assert "To train on, ask for more: manager.epochs(3). For a new run, choose another root." in said
     _trained(tmp_path / "run", 3)
     assert "is complete" not in capsys.readouterr().err

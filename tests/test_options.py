@@ -30,7 +30,7 @@ NONSENSE: dict[str, Any] = {
     "signing": "run.key",
 }
 NONSENSE_OF_EVERY: dict[str, Any] = {"steps": 0, "time": "soon", "epoch_end": 1, "exception": "yes"}
-NONSENSE_OF_MEMORY: dict[str, Any] = {"every": 0, "rescue": "yes", "replicas": 2}
+NONSENSE_OF_MEMORY: dict[str, Any] = {"every": 0, "replicas": 2}
 NONSENSE_OF_SIGNING: dict[str, Any] = {"key": 5, "verify_key": True, "required": "yes", "head": 5}
 NONSENSE_OF_SAVES: dict[str, Any] = {
     "layout": "whole",
@@ -226,7 +226,7 @@ class TestHome:
         assert not list(Path().iterdir())
 
     def test_of_nobody_it_is_refused(self) -> None:
-        with pytest.raises(ckpt.ConfigError, match="there is no user 'nobody-here' with a home folder"):
+        with pytest.raises(ckpt.ConfigError, match="no user 'nobody-here' has a home folder"):
             ckpt.StateManager("~nobody-here/run", model=nn.Linear(1, 1))
 
 
@@ -286,7 +286,7 @@ def test_an_option_that_does_not_exist_is_refused_with_the_nearest_that_does(tmp
     ("name", "written"),
     [
         ("read_back", "saving=ckpt.SaveOptions(read_back=...)"),
-        ("memory_rescue", "memory=ckpt.Memory(rescue=...)"),
+        ("memory_replicas", "memory=ckpt.Memory(replicas=...)"),
         ("memory_every", "memory=ckpt.Memory(every=...)"),
         ("save_at_epoch_end", "save_every=ckpt.Every(epoch_end=...)"),
         ("save_on_exception", "save_every=ckpt.Every(exception=...)"),
@@ -355,14 +355,14 @@ class TestYaml:
         [
             ("saving: {layuot: full}", r"saving has no option 'layuot' \(did you mean 'layout'\?\)"),
             ("ranks: 30", "'ranks' must be a mapping, for example 'ranks: {timeout: 60}'"),
-            ("mirror: {keep: {last: 3}}", "'mirror' needs a url"),
+            ("mirror: {keep: {last: 3}}", "'mirror' needs a 'url'"),
             ("mirror: {url: x, keep: 3}", "'keep' must be a mapping"),
             ("save_every: {step: 5}", r"save_every has no option 'step' \(did you mean 'steps'\?\)"),
             ("memory: 0", "memory=0 must be a number of steps, 1 or more, or a ckpt.Memory"),
             ("signing: run.key", "'signing' must be a mapping, for example 'signing: {key: run.key}'"),
             ("save_evry: 5", "did you mean 'save_every'"),
-            ("1: 5", "the names of options are words, and not 1"),
-            ("keep: {1: 2, ~: 3}", "keep: the names of options are words, and not 1, None"),
+            ("1: 5", "the name of an option must be a word, not 1"),
+            ("keep: {1: 2, ~: 3}", "keep: the name of an option must be a word, not 1, None"),
             ("keep: " + "[" * 1500 + "]" * 1500, "nested too deeply"),
         ],
     )

@@ -73,7 +73,7 @@ def test_a_loop_that_is_there_stays_as_it_is() -> None:
         with ckpt.StateManager(
             "runs/plain", model=script.model, optimizer=script.optimizer, dataloader=script.train_loader
         ) as manager:
-            space = script.run(block("# a loader that was given continues"), manager=manager)
+            space = script.run(block("# the loader continues"), manager=manager)
             assert (space["restored"].epoch if space["restored"] else 0) == began
             manager.save_state()
 

@@ -27,7 +27,7 @@ from ckpt.compat.private import ALL, Private
 HOME = Path(__file__).resolve().parent.parent
 PACKAGES = ("ckpt", "formats", "storage")
 COMPAT = "ckpt/compat/"
-SELFTEST = "ckpt/selftest/"  # records programs in processes of its own, and there alone it patches
+SELFTEST = "ckpt/selftest.py"  # records programs in processes of its own, and there alone it patches
 DOCUMENTED = {"_exit", "_replace", "_fields", "_asdict"}  # of the standard library: underscored, and public
 IN_FILES = {  # keys in files that others wrote, never attributes of objects
     "_num_yielded", "_snapshot", "_snapshot_step", "_steps_since_snapshot", "_iterator_finished", "_worker_snapshots",
@@ -35,7 +35,7 @@ IN_FILES = {  # keys in files that others wrote, never attributes of objects
 }  # fmt: skip
 _LOOKED_AT = (
     ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Name, ast.Attribute, ast.Constant, ast.Call, ast.Assign,
-    ast.Import, ast.ImportFrom,
+    ast.Import, ast.ImportFrom, ast.JoinedStr,
 )  # fmt: skip
 
 

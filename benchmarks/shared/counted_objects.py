@@ -60,12 +60,18 @@ class CountedObjects:
         self.content[target] = self._found(source)
 
     def entries(self, prefix: str) -> Iterator[Entry]:
-        found = [key for key in list(self.content) if key.startswith(prefix)]
+        found = sorted(key for key in list(self.content) if key.startswith(prefix))
         for start in range(0, max(1, len(found)), _PAGE):
             self._count("list", 1)
-            for key in found[start : start + _PAGE]:
-                version = self._version(key) if key.endswith("manifest.json") else None
-                yield Entry(key, len(self.content[key]), version)
+            yield from map(self._entry, found[start : start + _PAGE])
+
+    def page(self, after: str) -> tuple[list[Entry], bool]:
+        self._count("list", 1)
+        found = sorted(key for key in list(self.content) if key > after)
+        return [self._entry(key) for key in found[:_PAGE]], len(found) > _PAGE
+
+    def _entry(self, key: str) -> Entry:
+        return Entry(key, len(self.content[key]), self._version(key) if key.endswith("manifest.json") else None)
 
     def remove(self, keys: list[str]) -> None:
         self._count("delete", math.ceil(len(keys) / _PAGE))

@@ -1,16 +1,15 @@
-"""`ckpt diff`: the differences of two checkpoints, tensors as a tree of modules, and values."""
+"""`ckpt diff`: the differences of two checkpoints, tensors of numbered modules in one line, and values."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpt.cli.output import checkpoint_or_path, echo, echo_error, echo_json, with_trust
-from ckpt.cli.show import Module
+from ckpt.cli.show import without_numbers
 from ckpt.errors import CkptError
 from ckpt.util.console import format_table
 
@@ -21,28 +20,27 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("first", shell_complete=checkpoint_or_path)
 @click.argument("second", shell_complete=checkpoint_or_path)
-@click.option("--part", help="Only this part: model, optimizer, ...")
-@click.option("--format", help="If a folder holds saves in several formats, the one to compare: deepspeed, hf, ...")
-@click.option("--depth", type=click.IntRange(0), default=2, show_default=True, help="Depth of the tree of modules.")
+@click.option("--part", help="Compare only this part: model, optimizer, ...")
+@click.option("--format", help="The format to compare, if a folder has saves in several: deepspeed, hf, ...")
 @click.option("--tensors", is_flag=True, help="List every tensor that differs, by its full name.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for other programs to read.")
 @with_trust
 def diff(
     first: str,
     second: str,
     part: str | None,
     format: str | None,
-    depth: int,
     tensors: bool,
     as_json: bool,
     **trust: Any,
 ) -> None:
-    """Compare FIRST and SECOND: which tensors and values differ.
+    """Compare two checkpoints, FIRST and SECOND, and list the tensors and values that differ.
 
-    Each is a checkpoint of ckpt or whatever else 'ckpt merge' reads, at a path or URL. It shows modules as a tree;
-    numbered modules that differ in the same way share one line. `at most by` is the largest difference of an
-    element, `relative` the RMS of the difference over the RMS of what FIRST has. Exits with status 0 if they are the
-    same, 1 if they differ, 2 if they cannot be compared.
+    FIRST and SECOND are paths or URLs of checkpoints, or of whatever else 'ckpt merge' reads, such as a .pt file. A
+    root stands for its newest checkpoint. If both are checkpoints of ckpt, or both files of torch.save, diff compares
+    all parts and values, otherwise only the model. Tensors of numbered modules share a line. The column `at most by`
+    shows the largest difference of an element; `relative` is the RMS of the difference divided by the RMS of FIRST. The
+    command exits with status 0 if both are the same, 1 if they differ, 2 if it can't compare them.
 
     \b
     ckpt diff runs/a/step-00000500 runs/b/step-00000500
@@ -60,9 +58,9 @@ def diff(
     elif not found:
         echo("There is no difference.")
     else:
-        echo(f"first   {first}")
-        echo(f"second  {second}")
-        for line in difference_lines(found.differences, None if tensors else depth):
+        echo(f"first   {found.first}")
+        echo(f"second  {found.second}")
+        for line in difference_lines(found.differences, fold=not tensors):
             echo(line)
     if found:
         raise click.exceptions.Exit(1)
@@ -72,40 +70,24 @@ _CHANGED = ("tensors", "elements", "at most by", "relative")
 _OTHER_SHAPE, _FIRST_ONLY, _SECOND_ONLY = "another shape", "only in the first", "only in the second"
 
 
-@dataclass(frozen=True)
-class _Leaf:
-    """A tensor that differs. Numbered modules are folded where these are equal: one with a NaN stands alone."""
-
-    first: str
-    second: str
-    is_finite: bool
-    found: Difference = field(repr=False)
-
-
-_Row = tuple[str, ...]
-_Line = Callable[[str, Sequence[_Leaf]], _Row]
-
-
-def difference_lines(found: Sequence[Difference], depth: int | None) -> Iterator[str]:
-    """The tables. `depth`: of modules, those that are numbered and equal folded; None lists every tensor."""
+def difference_lines(found: Sequence[Difference], *, fold: bool) -> Iterator[str]:
+    """The tables. `fold`: tensors of numbered modules share a line, except those with a NaN."""
     tensors = [difference for difference in found if difference.is_tensor]
     for title in ("", _OTHER_SHAPE, _FIRST_ONLY, _SECOND_ONLY):
-        leaves = {leaf.name: _leaf(leaf) for leaf in tensors if _title(leaf) == title}
-        if leaves:
-            line: _Line = _outline_row if title else _change_row
-            flat = [line(name, [leaf]) for name, leaf in leaves.items()] if depth is None else None
-            rows = flat or list(_rows([Module.of(leaves)], (depth or 0) + 1, 0, line))
+        alike: dict[tuple[str, str, str], list[Difference]] = {}
+        for one in tensors:
+            if _title(one) == title:
+                name = without_numbers(one.name) if fold and (one.most is None or math.isfinite(one.most)) else one.name
+                alike.setdefault((name, one.first, one.second), []).append(one)
+        if alike:
+            line = _outline_row if title else _change_row
             columns = (title, "tensors", "dtype and shape") if title else ("tensors that differ", *_CHANGED)
             yield ""
-            yield from format_table(columns, rows, _CHANGED)
+            yield from format_table(columns, [line(name, those) for (name, *_), those in alike.items()], _CHANGED)
     values = [(one.name, one.first, one.second) for one in found if not one.is_tensor]
     if values:
         yield ""
         yield from format_table(("values that differ", "first", "second"), values)
-
-
-def _leaf(found: Difference) -> _Leaf:
-    return _Leaf(found.first, found.second, found.most is None or math.isfinite(found.most), found)
 
 
 def _title(difference: Difference) -> str:
@@ -118,41 +100,21 @@ def _title(difference: Difference) -> str:
     return lacking.get(ABSENT, _OTHER_SHAPE)
 
 
-def _rows(modules: Sequence[Module[_Leaf]], depth: int, level: int, line: _Line) -> Iterator[_Row]:
-    """The rows of modules that are equal, in one."""
-    indent, first = "  " * level, modules[0]
-    for name in first.tensors:
-        yield line(f"{indent}{name}", [module.tensors[name] for module in modules])
-    for label, names in first.folded():
-        inside = [module.modules[name] for module in modules for name in names]
-        count = f"  ({len(names)} alike)" if len(names) > 1 else ""
-        yield line(f"{indent}{label}{count}", [leaf for module in inside for leaf in module.all_tensors])
-        if level + 1 < depth:
-            yield from _rows(inside, depth, level + 1, line)
-
-
-def _change_row(name: str, leaves: Sequence[_Leaf]) -> _Row:
+def _change_row(name: str, found: Sequence[Difference]) -> tuple[str, ...]:
     """Of several tensors: the largest difference of all, and the relative one of all together."""
-    from ckpt.tools.diff import Squares
+    from ckpt.tools.diff import Squares, percent
 
-    found = [leaf.found for leaf in leaves]
     most = [one.most for one in found if one.most is not None]
     known = [one.squares for one in found if one.squares is not None]
     relative = sum(known, Squares()).relative if len(known) == len(found) else math.nan
     elements = sum(one.elements or 0 for one in found)
     largest = math.nan if any(map(math.isnan, most)) else max(most)
-    return name, str(len(found)), f"{elements:,}", f"{largest:.3g}", _percent(relative)
+    return name, str(len(found)), f"{elements:,}", f"{largest:.3g}", percent(relative)
 
 
-def _percent(relative: float) -> str:
-    return f"{100 * relative:.3g} %" if math.isfinite(relative) else "from 0" if relative > 0 else "nan"
-
-
-def _outline_row(name: str, leaves: Sequence[_Leaf]) -> _Row:
-    """With dtype and shape, if all have the same."""
+def _outline_row(name: str, found: Sequence[Difference]) -> tuple[str, ...]:
     from ckpt.tools.diff import ABSENT
 
-    sides = {(leaf.first, leaf.second) for leaf in leaves}
-    first, second = sides.pop()
+    first, second = found[0].first, found[0].second
     note = second if first == ABSENT else first if second == ABSENT else f"{first} -> {second}"
-    return name, str(len(leaves)), "" if sides else note
+    return name, str(len(found)), note

@@ -69,12 +69,12 @@ _RIGHT_ALIGNED = ("step", "age", "size", "world")
     "--all",
     "every",
     is_flag=True,
-    help="Also list checkpoints that retention or a newer save of the same name removed.",
+    help="Also list checkpoints that retention removed, or that a newer save of the same name replaced.",
 )
-@click.option("--verify", is_flag=True, help="Read every byte and compare it with its hash.")
-@click.option("--json", "as_json", is_flag=True, help="Print a list of JSON objects, for other programs.")
+@click.option("--verify", is_flag=True, help="Read every byte, and compare it with its hash.")
+@click.option("--json", "as_json", is_flag=True, help="Print a list of JSON objects for other programs to read.")
 def ls(root: str, every: bool, verify: bool, as_json: bool) -> None:
-    """List the checkpoints in ROOT, newest first, or the roots in a folder of several roots.
+    """List the checkpoints in ROOT, newest first. In a folder with several roots, list the roots.
 
     \b
     ckpt ls runs/mrpc
@@ -111,9 +111,9 @@ def _overview(root: str) -> Overview:
     storage = open_storage(root)
     if "://" not in storage.url and not os.path.isdir(storage.url):
         raise MissingError(f"{root} does not exist.")
-    found = Overview.of(storage)
+    found = Overview.of(storage, storage.list())
     if not found.checkpoints and FILE_NAME in found.files:
-        storage, (name,) = catalog.locate(root)
+        storage, (name,) = catalog.resolve(root)[:2]
         return Overview.of(storage, storage.list(name))
     return found
 

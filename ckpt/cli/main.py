@@ -22,19 +22,19 @@ _OF_CLICK = (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPip
 
 # every command and what it says of itself: its module is imported when it runs
 COMMANDS = {
-    "convert": "Convert a checkpoint between formats.",
-    "demo": "Train, kill it in the middle of a save, resume, and compare.",
-    "diff": "Compare FIRST and SECOND: which tensors and values differ.",
-    "key": "Keys that sign checkpoints: see ckpt.Signing(key=...) and 'ckpt verify --key'.",
-    "ls": "List the checkpoints in ROOT, newest first, or the roots in a folder of several roots.",
-    "memory": "Snapshots that runs hold in the memory of this machine.",
-    "merge": "Merge the sharded checkpoint at SOURCE into one safetensors file.",
-    "prune": "Remove old checkpoints from ROOT, and what crashed saves left.",
-    "pull": "Copy SOURCE to DESTINATION, verified.",
+    "convert": "Convert a checkpoint between formats, and list what the new format can't hold.",
+    "demo": "Train a small model, kill the training in the middle of a save, resume it, and compare.",
+    "diff": "Compare two checkpoints, FIRST and SECOND, and list the tensors and values that differ.",
+    "key": "Make keys that sign checkpoints, for ckpt.Signing(key=...) and 'ckpt verify --key'.",
+    "ls": "List the checkpoints in ROOT, newest first.",
+    "memory": "List or remove the snapshots that runs keep in this machine's memory.",
+    "merge": "Merge the checkpoint at SOURCE into one safetensors file, DESTINATION.",
+    "prune": "Remove old checkpoints and the leftovers of crashed saves from ROOT.",
+    "pull": "Copy a checkpoint, a root or other files from SOURCE to DESTINATION, and verify the copy.",
     "push": "Publish the model of the checkpoint at SOURCE as REPO_ID on the Hub.",
     "report": "Write a page about the run in ROOT: HTML if the file ends with .html, otherwise Markdown.",
     "selftest": "Check whether SCRIPT resumes exactly: run it straight, then kill and resume it, and compare.",
-    "show": "Show what is in the checkpoint at URL, or in the newest intact one of a root.",
+    "show": "Show what is in SOURCE: parts, tensors, progress and files.",
     "verify": "Read every byte of the checkpoint at URL, or of all checkpoints of a root.",
 }
 
@@ -88,4 +88,4 @@ def _fault(error: Exception) -> str:
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="ckpt")
 def main() -> None:
-    """Checkpoints of training runs: list, verify, compare, prune, publish, convert."""
+    """List, verify, compare, prune, publish and convert the checkpoints of training runs."""

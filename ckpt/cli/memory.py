@@ -14,7 +14,7 @@ _COLUMNS = ("root", "step", "size", "age", "run", "keeper", "last said")
 
 @click.group()
 def memory() -> None:
-    """Snapshots that runs hold in the memory of this machine.
+    """List or remove the snapshots that runs keep in this machine's memory.
 
     \b
     ckpt memory ls
@@ -23,7 +23,7 @@ def memory() -> None:
 
 
 @memory.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for other programs to read.")
 def ls(as_json: bool) -> None:
     """List the snapshots of your runs in this machine's memory, newest first."""
     found = list_memory()
@@ -40,12 +40,12 @@ def ls(as_json: bool) -> None:
 @click.argument("root", required=False)
 @click.option("--all", "everything", is_flag=True, help="Remove the snapshots of all roots.")
 def clear(root: str | None, everything: bool) -> None:
-    """Remove the snapshots of ROOT (a URL or path) from this machine's memory, and end its keeper.
+    """Remove the snapshots of ROOT (a URL or path) from this machine's memory, and end its keeper process.
 
-    If the run still lives, it names the processes and removes nothing.
+    If a run still uses the snapshots, the command names its processes and removes nothing.
     """
     if (root is None) != everything:
-        raise click.UsageError("name the ROOT whose snapshots to remove, or give --all.")
+        raise click.UsageError("name the ROOT whose snapshots ckpt should remove, or give --all.")
     found = list_memory() if root is None else memory_of(root)
     if not found:
         echo("Nothing is held in memory on this machine" + (f" for {root}." if root else "."))

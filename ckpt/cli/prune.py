@@ -12,7 +12,7 @@ from ckpt.cli.output import checkpoint_or_path, echo
 from ckpt.root.retention import Keep
 from ckpt.storage import HubStorage, open_storage
 from ckpt.tools.prune import Plan, Pruned
-from ckpt.util.console import format_duration, format_size, format_table, one_line
+from ckpt.util.console import format_size, format_table, one_line
 
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)?")
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
@@ -21,42 +21,47 @@ _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
 def _seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
     match = _SPAN.fullmatch(value)
     if match is None:
-        raise click.BadParameter(f"{value!r} is no time: write 90s, 30min, 24h or 2d.", ctx, param)
+        raise click.BadParameter(f"{value!r} is not a duration: write 90s, 30min, 24h or 2d.", ctx, param)
     return float(match.group(1)) * _SECONDS[match.group(2) or "s"]
 
 
 @click.command()
 @click.argument("root", shell_complete=checkpoint_or_path)
-@click.option("--keep-last", "last", type=int, metavar="N", help="Remove checkpoints; keep the N newest.")
-@click.option("--keep-best", "best", type=int, metavar="N", help="Also keep the N best by --metric.")
+@click.option(
+    "--keep-last", "last", type=int, metavar="N", help="Keep the N newest checkpoints, and remove older ones."
+)
+@click.option("--keep-best", "best", type=int, metavar="N", help="Also keep the N best checkpoints by --metric.")
 @click.option("--metric", help="The metric's name, as in step(metrics=...).")
 @click.option(
     "--mode",
     type=click.Choice(["min", "max"]),
     default="min",
     show_default=True,
-    help="Whether low or high values are best.",
+    help="Choose whether low (min) or high (max) values are best.",
 )
 @click.option(
     "--keep-every", "every", type=int, metavar="STEPS", help="Also keep checkpoints whose step is a multiple of STEPS."
 )
-@click.option("--grace", callback=_seconds, default="24h", show_default=True, help="Keep leftovers younger than this.")
 @click.option(
-    "--verify/--no-verify", default=True, show_default=True, help="First read every byte of the newest one to keep."
+    "--grace", callback=_seconds, default="24h", show_default=True, help="Keep leftovers younger than this time."
 )
-@click.option("--squash", is_flag=True, help="On the Hub, also drop older commits, whose files take space.")
-@click.option("--dry-run", is_flag=True, help="Only show what would be removed.")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option(
+    "--verify/--no-verify", default=True, show_default=True, help="First verify every byte of the newest checkpoint."
+)
+@click.option("--squash", is_flag=True, help="On the Hub, also remove old commits, whose files take space.")
+@click.option("--dry-run", is_flag=True, help="Only show what prune would remove.")
+@click.option("-y", "--yes", is_flag=True, help="Don't ask.")
 def prune(
     root: str, mode: str, grace: float, verify: bool, squash: bool, dry_run: bool, yes: bool, **rules: int | str | None
 ) -> None:
-    """Remove old checkpoints from ROOT, and what crashed saves left.
+    """Remove old checkpoints and the leftovers of crashed saves from ROOT.
 
-    Without a --keep option it keeps all checkpoints and removes only leftovers: files and uploads of saves that were
-    cut off longer ago than --grace. It always keeps the newest intact checkpoint, and any that is being read.
+    Without a --keep option, prune keeps all checkpoints, and removes only leftovers: files and uploads of saves that a
+    crash cut off longer ago than --grace. Prune never removes the newest intact checkpoint, or one that a process
+    reads.
 
-    It shows what it will remove, and asks. If nobody can answer, in a script or a cron job, it refuses with exit status
-    2 unless you give --yes.
+    Prune shows you what it will remove, and asks before it does. In a script or a cron job, where nobody can answer,
+    give --yes: otherwise prune exits with status 2 and removes nothing.
 
     \b
     ckpt prune runs/mrpc --keep-last 3 --dry-run
@@ -65,16 +70,16 @@ def prune(
     keep = _rules(mode, **rules)
     storage = open_storage(root)
     if squash and not isinstance(storage, HubStorage):
-        raise click.UsageError(f"--squash is for the Hub, which keeps old commits: {root} has none")
+        raise click.UsageError(f"--squash works only on the Hub, which keeps old commits: {root} has none")
     plan = Plan.of(storage, keep, grace, verify=verify)
-    for line in _lines(plan.outcome, grace):
+    for line in _lines(plan.outcome):
         echo(line)
     if dry_run or not (plan.outcome.removed or plan.outcome.swept or squash):
         return
     if not yes and not sys.stdin.isatty():
         raise click.UsageError(
-            f"nothing was removed. {_total(plan.outcome)} would be, but nobody can answer here: add --yes to remove "
-            f"that, or --dry-run to see what would be removed."
+            f"nothing was removed, because nobody can answer here. To remove {_total(plan.outcome)}, add --yes. To see "
+            f"what would be removed, add --dry-run."
         )
     if not yes:
         forgotten = ", and forget the history of the branch" if squash else ""
@@ -95,18 +100,8 @@ def _rules(mode: str, **given: int | str | None) -> Keep | None:
     return Keep(mode=mode, **chosen) if chosen else None  # type: ignore[arg-type]
 
 
-def _lines(found: Pruned, grace: float) -> Iterator[str]:
-    rows = [("remove", name, format_size(count), "") for name, count in found.removed.items()]
-    rows += [
-        ("sweep", name, format_size(count), "left by a save that was cut off") for name, count in found.swept.items()
-    ]
-    rows += [
-        ("leave", name, "", f"{why}, which is less than {format_duration(grace)}") for name, why in found.spared.items()
-    ]
-    rows += [("keep", name, "", "") for name in found.kept if name not in found.damaged]
-    for name, why in found.damaged.items():
-        if name not in found.removed:
-            rows.append(("keep", name, "", f"damaged, and not counted: {one_line(why)}"))
+def _lines(found: Pruned) -> Iterator[str]:
+    rows = [(*row, one_line(why)) for *row, why in found.rows()]
     yield from format_table(("", "in " + found.url, "size", ""), rows, ("size",))
     if not found.removed and not found.swept:
         yield "There is nothing to remove."

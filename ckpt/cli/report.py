@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from ckpt.cli.output import checkpoint_or_path, echo
 from ckpt.errors import ConfigError, StorageError
-from ckpt.tools.report.facts import RunFacts, gather
+from ckpt.tools.report.facts import gather
 from ckpt.tools.report.page import page
-
-if TYPE_CHECKING:
-    from ckpt.tools.report.changes import Changes
 
 HTML, MARKDOWN = "html", "md"
 _HTML_SUFFIXES = (".html", ".htm")
@@ -22,29 +18,32 @@ _HTML_SUFFIXES = (".html", ".htm")
 def _modes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
     found = {name: mode for name, _, mode in (value.rpartition("=") for value in values)}
     if wrong := [value for value in values if value.rpartition("=")[2] not in ("min", "max") or "=" not in value[1:]]:
-        raise click.BadParameter(f"{wrong[0]!r}: write METRIC=min or METRIC=max.", ctx, param)
+        raise click.BadParameter(f"{wrong[0]!r} is not METRIC=min or METRIC=max.", ctx, param)
     return found
 
 
 @click.command()
 @click.argument("root", shell_complete=checkpoint_or_path)
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="The file to write.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The file to write. By default, the page goes to standard output.",
+)
 @click.option(
     "--format", "kind", type=click.Choice([HTML, MARKDOWN]), help="The format, if the file's suffix doesn't show it."
 )
-@click.option("--changes/--no-changes", default=None, help="How much each module changed: reads every model.")
 @click.option(
     "--best", "modes", multiple=True, callback=_modes, metavar="METRIC=min|max",
-    help="Which value of a metric is best, if its name does not say so. May be repeated.",
+    help="Whether low or high values of a metric are best, if its name doesn't show it. You can repeat this option.",
 )  # fmt: skip
-def report(root: str, output: Path | None, kind: str | None, changes: bool | None, modes: dict[str, str]) -> None:
+def report(root: str, output: Path | None, kind: str | None, modes: dict[str, str]) -> None:
     """Write a page about the run in ROOT: HTML if the file ends with .html, otherwise Markdown.
 
-    Metrics by step, how long training waited for saves, sizes, restarts and what they passed over, health, and how much
-    each module changed from checkpoint to checkpoint. For that last part it reads every model: HTML has it unless you
-    give --no-changes, Markdown only with --changes. For the rest it reads manifests and sizes of files.
+    The page shows metrics by step, how long training waited for saves, sizes, health, and for each restart the
+    checkpoints that it skipped. The report reads only manifests and the sizes of files.
 
-    The HTML page is one file without a script, and loads nothing.
+    The HTML page is a single file without scripts, and loads no other files.
 
     \b
     ckpt report runs/mrpc -o report.html
@@ -54,20 +53,13 @@ def report(root: str, output: Path | None, kind: str | None, changes: bool | Non
     facts = gather(root)
     if unknown := modes.keys() - facts.curves.keys():
         known = ", ".join(facts.curves) or "none"
-        raise ConfigError(f"no checkpoint has a metric {', '.join(sorted(unknown))}; there are: {known}.")
-    wanted = kind == HTML if changes is None else changes
-    text = page(facts, _measured(facts) if wanted else None, modes, as_html=kind == HTML)
+        raise ConfigError(f"no checkpoint has a metric {', '.join(sorted(unknown))}. They have: {known}.")
+    text = page(facts, modes, as_html=kind == HTML)
     if output is None:
         click.echo(text, nl=False)
     else:
         _write(output, text)
         echo(str(output))
-
-
-def _measured(facts: RunFacts) -> Changes:
-    from ckpt.tools.report.changes import measure_changes
-
-    return measure_changes(facts)
 
 
 def _write(output: Path, text: str) -> None:

@@ -9,30 +9,40 @@ import click
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option(
-    "--nproc", "processes", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks, under torchrun."
+    "--nproc",
+    "processes",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="The number of ranks, which torchrun starts.",
 )
-@click.option("--kills", default=3, show_default=True, type=click.IntRange(min=1), help="How often to kill it.")
-@click.option("--save-every", type=click.IntRange(min=1), help="Save every N steps, whatever the script says.")
-@click.option("--seed", default=0, show_default=True, help="Chooses the steps after which to kill it.")
-@click.option("--timeout", default=600.0, show_default=True, help="Seconds for each process.")
+@click.option(
+    "--kills", default=3, show_default=True, type=click.IntRange(min=1), help="The number of times to kill the script."
+)
+@click.option("--save-every", type=click.IntRange(min=1), help="Save every N steps, instead of when the script says.")
+@click.option(
+    "--seed", default=0, show_default=True, help="The seed that chooses the steps after which to kill the script."
+)
+@click.option("--timeout", default=600.0, show_default=True, help="The number of seconds that each process may take.")
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def selftest(script: str, **options: Any) -> None:
     """Check whether SCRIPT resumes exactly: run it straight, then kill and resume it, and compare.
 
-    It compares every batch, loss, gradient, learning rate, parameter and buffer, step by step. If the runs differ, it
-    names the first step, what differs, and the likely cause. Make the run short: few epochs, little data.
+    The selftest compares every batch, loss, gradient, learning rate and parameter, step by step, and the final
+    checkpoint. If the runs differ, the selftest names the first such step and what differs, with a hint. Make the run
+    short: few epochs, little data.
 
     \b
     ckpt selftest train.py --epochs 2
     ckpt selftest --save-every 5 --nproc 2 train.py --epochs 2
     ckpt selftest train.py --output_dir {root}      # for scripts that use the folder themselves
 
-    The script's managers save into temporary folders. Exits with 0 if the resume is exact, 1 if not, 2 if there is
-    nothing to compare.
+    The script's managers save into temporary folders. The command exits with status 0 if the resume is exact, 1 if not,
+    2 if there is nothing to compare.
     """
     from ckpt.errors import ConfigError
-    from ckpt.selftest.check import Program, ProgramError, check
+    from ckpt.selftest import Program, ProgramError, check
 
     try:
         report = check(Program(target=script, say=lambda text: click.echo(text, err=True), **options))

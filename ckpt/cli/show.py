@@ -1,14 +1,11 @@
-"""`ckpt show`: what a checkpoint contains, its tensors as a tree of modules, equal ones folded into one line."""
+"""`ckpt show`: what a checkpoint contains, the tensors of equal numbered modules in one line."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Generic, TypeVar
 
 import click
 
@@ -16,84 +13,30 @@ from ckpt.cli.output import Line, Styled, checkpoint_or_path, echo, echo_json, w
 from ckpt.formats.native.header import Outline
 from ckpt.formats.native.manifest import Manifest
 from ckpt.root.signing import open_trust
-from ckpt.tools.show import CheckpointSummary, PartSummary, summarize
+from ckpt.tools.show import CheckpointSummary, ForeignSummary, PartSummary, summarize
 from ckpt.util.console import format_age, format_number, format_size, format_table, one_line
 
+Summary = CheckpointSummary | ForeignSummary
 _BITS = re.compile(r"\d+")
-_DEEPEST = 60  # modules in each other: a file may claim anything
-_LONGEST_NUMBER = 9  # digits
-_COLUMNS = ("parameters", "size", "dtype", "shape")
-T = TypeVar("T")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a name between dots
+_COLUMNS = ("tensors", "elements", "size", "dtype", "shape")
 
 
-@dataclass
-class Module(Generic[T]):
-    """A module: what is known of the tensors of its own, and the modules in it, by their names."""
-
-    tensors: dict[str, T] = field(default_factory=dict)
-    modules: dict[str, Module[T]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, T]) -> Module[T]:
-        top = cls()
-        for name, tensor in tensors.items():
-            *path, last = name.split(".", _DEEPEST)
-            module = top
-            for word in path:
-                module = module.modules.setdefault(word, cls())
-            module.tensors[last] = tensor
-        return top
-
-    @property
-    def shape(self) -> str:
-        """Equal for two modules with tensors of the same `repr` in the same places."""
-        inside = [f"{name}:{tensor!r}" for name, tensor in self.tensors.items()]
-        inside += [f"{name}({module.shape})" for name, module in self.modules.items()]
-        return ",".join(inside)
-
-    @property
-    def all_tensors(self) -> Iterator[T]:
-        yield from self.tensors.values()
-        for module in self.modules.values():
-            yield from module.all_tensors
-
-    def folded(self) -> Iterator[tuple[str, list[str]]]:
-        """The names of the modules in it, those in a row that are numbered and equal in one group: `0-11`."""
-        waiting = deque(self.modules.items())
-        while waiting:
-            first, module = waiting.popleft()
-            names, shape = [first], module.shape
-            while waiting and _follows(waiting[0][0], names[-1]) and waiting[0][1].shape == shape:
-                names.append(waiting.popleft()[0])
-            yield first if len(names) == 1 else f"{first}-{names[-1]}", names
+def without_numbers(name: str) -> str:
+    """The name of a tensor that those of all numbered modules share: `h.*.weight`."""
+    return _NUMBER.sub("*", name)
 
 
-def tree_lines(title: str, tensors: Mapping[str, Outline], depth: int) -> Iterator[str]:
-    """A table: modules down to a depth, and the tensors of those that are not cut off there."""
-    rows = list(_rows(Module.of(tensors), depth, 0, 1))
-    yield from format_table((title, *_COLUMNS), rows, _COLUMNS[:2])
-
-
-def _rows(module: Module[Outline], depth: int, level: int, times: int) -> Iterator[tuple[str, ...]]:
-    indent = "  " * level
-    for name, tensor in module.tensors.items():
-        size = "tied" if tensor.tied else format_size(times * _size(tensor))
-        shape = f"[{', '.join(map(str, tensor.shape))}]"
-        yield f"{indent}{name}", f"{times * _elements(tensor):,}", size, tensor.dtype, shape
-    for name, names in module.folded():
-        inside, count = module.modules[names[0]], len(names)
-        found, all_of_them = list(inside.all_tensors), times * count
-        dtypes = ", ".join(dict.fromkeys(tensor.dtype for tensor in found))
-        counted = f"{indent}{name}" + (f"  ({count} equal)" if count > 1 else "")
-        elements = f"{all_of_them * sum(map(_elements, found)):,}"
-        yield counted, elements, format_size(all_of_them * sum(map(_size, found))), dtypes, ""
-        if level + 1 < depth:
-            yield from _rows(inside, depth, level + 1, all_of_them)
-
-
-def _follows(name: str, before: str) -> bool:
-    numbers = [word for word in (name, before) if word.isdecimal() and len(word) <= _LONGEST_NUMBER]
-    return len(numbers) == 2 and int(name) == int(before) + 1
+def layer_lines(title: str, tensors: Mapping[str, Outline]) -> Iterator[str]:
+    """A table of tensors, those of numbered modules with the same dtype and shape in one line."""
+    alike: dict[tuple[str, str, str], list[Outline]] = {}
+    for name, tensor in tensors.items():
+        alike.setdefault((without_numbers(name), tensor.dtype, _shape(tensor.shape)), []).append(tensor)
+    rows = [
+        (name, str(len(found)), f"{sum(map(_elements, found)):,}", format_size(sum(map(_size, found))), dtype, shape)
+        for (name, dtype, shape), found in alike.items()
+    ]
+    yield from format_table((title, *_COLUMNS), rows, _COLUMNS[:3])
 
 
 def _elements(tensor: Outline) -> int:
@@ -110,62 +53,56 @@ _SECONDS = {"blocked": "training waited {:.2f} s", "total": "durable after {:.2f
 
 
 @click.command()
-@click.argument("url", shell_complete=checkpoint_or_path)
-@click.option(
-    "--depth", type=click.IntRange(0), default=2, show_default=True, help="Depth of the tree of modules; 0 for none."
-)
+@click.argument("source", shell_complete=checkpoint_or_path)
 @click.option("--tensors", is_flag=True, help="List every tensor with its dtype and shape.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for other programs to read.")
 @with_trust
-def show(
-    url: str, depth: int, tensors: bool, as_json: bool, verify_key: str | None, require_signed: bool | str
-) -> None:
-    """Show what is in the checkpoint at URL, or in the newest intact one of a root.
+def show(source: str, tensors: bool, as_json: bool, verify_key: str | None, require_signed: bool | str) -> None:
+    """Show what is in SOURCE: parts, tensors, progress and files.
 
-    It reads the manifest and the headers of files, but no tensor. It shows modules as a tree; equal numbered modules
-    share one line. Exits with status 1 if files are missing or cut short.
+    SOURCE is the path or URL of a checkpoint, or of whatever else 'ckpt merge' reads. A root stands for its newest
+    intact checkpoint. Show reads the manifest and the headers of files, but no tensor, and executes no pickle. Tensors
+    of numbered modules share a line if they have the same dtype and shape. The command exits with status 1 if files are
+    missing or too short.
 
     \b
     ckpt show runs/mrpc
-    ckpt show s3://bucket/mrpc/step-00001000 --depth 4
+    ckpt show last.pt
+    ckpt show s3://bucket/mrpc/step-00001000 --tensors
     """
-    summary = summarize(url, trust=open_trust(verify_key, required=require_signed))
+    summary = summarize(source, trust=open_trust(verify_key, required=require_signed))
     if as_json:
         echo_json(summary.to_json(tensors=tensors))
     else:
         for line in _heading(summary):
             echo(*line)
-        for text in _tables(summary, depth, tensors=tensors):
+        for text in _tables(summary, tensors=tensors):
             echo(text)
-    if summary.problems:
+    if isinstance(summary, CheckpointSummary) and summary.problems:
         raise click.exceptions.Exit(1)
 
 
-def _heading(summary: CheckpointSummary) -> Iterator[Line]:
-    for name, why in summary.skipped.items():
+def _heading(summary: Summary) -> Iterator[Line]:
+    for name, why in summary.skipped.items() if isinstance(summary, CheckpointSummary) else ():
         yield (Styled(f"{name} is skipped: {one_line(why)}", "red"),)
     yield (Styled(summary.url, bold=True),)
-    facts = list(_facts(summary))
+    facts = list(_facts(summary) if isinstance(summary, CheckpointSummary) else _foreign_facts(summary))
     width = max(len(name) for name, _ in facts)
     for name, about in facts:
         yield f"  {name:<{width}}  ", *((about,) if isinstance(about, str) else about)
 
 
-def _tables(summary: CheckpointSummary, depth: int, *, tensors: bool) -> Iterator[str]:
+def _tables(summary: Summary, *, tensors: bool) -> Iterator[str]:
     yield ""
     columns = ("part", "class", "tensors", "elements", "dtypes", "size")
     yield from format_table(columns, [_row(part) for part in summary.parts], ("tensors", "elements", "size"))
     yield ""
-    files = sorted(summary.manifest.files, key=lambda file: -file.size)
-    yield from format_table(
-        ("file", "size"), [(file.path, format_size(file.size)) for file in files[:_MOST_FILES]], ("size",)
-    )
+    files = sorted(summary.files.items(), key=lambda file: -file[1])
+    rows = [(path, format_size(size)) for path, size in files[:_MOST_FILES]]
+    yield from format_table(("file", "size"), rows, ("size",))
     if len(files) > _MOST_FILES:
         yield f"and {len(files) - _MOST_FILES} smaller ones; --json lists all"
-    if tensors:
-        yield from _tensors(summary)
-    elif depth:
-        yield from _trees(summary, depth)
+    yield from _tensors(summary) if tensors else _layers(summary)
 
 
 def _facts(summary: CheckpointSummary) -> Iterator[tuple[str, str | Line]]:
@@ -190,6 +127,17 @@ def _facts(summary: CheckpointSummary) -> Iterator[tuple[str, str | Line]]:
     yield "versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()) or "not known"
 
 
+def _foreign_facts(summary: ForeignSummary) -> Iterator[tuple[str, str]]:
+    yield "saved by", summary.tool
+    if summary.progress:
+        yield "progress", ", ".join(f"{name} {count:,}" for name, count in summary.progress.items())
+    files = "1 file" if len(summary.files) == 1 else f"{len(summary.files)} files"
+    yield "size", f"{format_size(sum(summary.files.values()))} in {files}"
+    yield "intact", "not known: there is no manifest with hashes"
+    for what, why in summary.not_read.items():
+        yield "not read", f"{what}: {one_line(why)}"
+
+
 def _intact(summary: CheckpointSummary) -> Line:
     if summary.problems:
         return (Styled(f"NO: {one_line('; '.join(summary.problems))}", "red"),)
@@ -208,15 +156,15 @@ def _row(part: PartSummary) -> tuple[str, ...]:
     return name, part.kind or "-", str(len(part.tensors)), f"{part.elements:,}", dtypes, format_size(part.size)
 
 
-def _trees(summary: CheckpointSummary, depth: int) -> Iterator[str]:
-    """Modules of the models: what belongs to an optimizer or to a rank has the same ones."""
+def _layers(summary: Summary) -> Iterator[str]:
+    """The tensors of the models: what belongs to an optimizer or to a rank has the same ones."""
     for part in summary.parts:
         if part.tensors and not part.ranks and not all(name.startswith("state.") for name in part.tensors):
             yield ""
-            yield from tree_lines(part.key, part.tensors, depth)
+            yield from layer_lines(part.key, part.tensors)
 
 
-def _tensors(summary: CheckpointSummary) -> Iterator[str]:
+def _tensors(summary: Summary) -> Iterator[str]:
     for part in summary.parts:
         if part.tensors:
             yield ""

@@ -22,16 +22,17 @@ Examples:
 @click.argument("source", shell_complete=checkpoint_or_path)
 @click.argument("destination", shell_complete=checkpoint_or_path)
 @click.option("--to", default="ckpt", show_default=True, type=click.Choice(WRITTEN), help="The format to write.")
-@click.option("--format", help="The format to read, if SOURCE holds saves in several: deepspeed, hf, ...")
-@click.option("--name", help="The checkpoint's name in the root; by default the source's.")
+@click.option("--format", help="The format to read, if SOURCE has saves in several: deepspeed, hf, ...")
+@click.option("--name", help="The name of the new checkpoint in the root. By default, this is the source's name.")
 @click.option("--max-shard-size", help="With --to hf: write shards of at most this size, such as 5GB.")
 @with_trust
 def convert(source: str, destination: str, **options: Any) -> None:
-    """Convert a checkpoint between formats. It recognises the format of SOURCE.
+    """Convert a checkpoint between formats, and list what the new format can't hold.
 
-    SOURCE is a checkpoint of ckpt, Accelerate, DeepSpeed, Lightning, Megatron-Core, the Trainer,
-    torch.distributed.checkpoint, a file of torch.save, or safetensors. DESTINATION is a root for --to ckpt, a new file
-    for torch and lightning, otherwise a new folder. It lists what the new format can't hold.
+    SOURCE is a checkpoint of ckpt, Accelerate, DeepSpeed, Lightning, Megatron-Core, the Trainer or
+    torch.distributed.checkpoint, a file of torch.save, or safetensors: ckpt recognises the format. A root of ckpt
+    stands for its newest checkpoint. DESTINATION is a root for --to ckpt, a new file for torch and lightning, otherwise
+    a new folder.
     """
     from ckpt.tools.convert import convert
 
@@ -43,15 +44,15 @@ def convert(source: str, destination: str, **options: Any) -> None:
 @click.argument("destination", shell_complete=checkpoint_or_path)
 @click.option("--dtype", help="Cast floating point tensors: bfloat16, float16, float32, ...")
 @click.option("--max-shard-size", help="Write shards of at most this size and an index: 5GB, 500MiB, ...")
-@click.option("--part", default="model", show_default=True, help="Which part of the checkpoint.")
-@click.option("--format", help="The format to read, if SOURCE holds saves in several: deepspeed, hf, ...")
+@click.option("--part", default="model", show_default=True, help="The part of the checkpoint to read.")
+@click.option("--format", help="The format to read, if SOURCE has saves in several: deepspeed, hf, ...")
 @with_trust
 def merge(source: str, destination: str, **options: Any) -> None:
-    """Merge the sharded checkpoint at SOURCE into one safetensors file.
+    """Merge the checkpoint at SOURCE into one safetensors file, DESTINATION.
 
     SOURCE is a checkpoint of ckpt, a folder of torch.distributed.checkpoint, an FSDP folder of Accelerate, a save of
-    DeepSpeed's save_checkpoint (it takes the master weights), or one file of safetensors, torch.save or Lightning.
-    DESTINATION is a file.
+    DeepSpeed (merge takes its master weights), or a file of safetensors, torch.save or Lightning. A root of ckpt stands
+    for its newest checkpoint.
 
     \b
     ckpt merge runs/mrpc/step-00001000 model.safetensors
@@ -67,17 +68,17 @@ def merge(source: str, destination: str, **options: Any) -> None:
 @click.command()
 @click.argument("source", shell_complete=checkpoint_or_path)
 @click.argument("destination", shell_complete=checkpoint_or_path)
-@click.option("--step", type=int, help="Only the checkpoint of this step, to resume from.")
+@click.option("--step", type=int, help="Copy only the checkpoint of this step.")
 @click.option("--revision", help="A branch, a tag or a commit of the repository.")
 @with_trust
 def pull(source: str, destination: str, **options: Any) -> None:
-    """Copy SOURCE to DESTINATION, verified.
+    """Copy a checkpoint, a root or other files from SOURCE to DESTINATION, and verify the copy.
 
-    SOURCE is a repository on the Hub (user/repo, or hub://user/repo@revision/path for a part of it) or any other URL
-    (s3://bucket/run) or a folder: a checkpoint, a root with many, or a folder of files. DESTINATION is a
-    folder or a URL too; a checkpoint becomes a folder below it, for a run to resume from. Other files in it stay.
-    Without a network, it takes files of the Hub from Hugging Face's cache, if they are there. It takes the Hub's token
-    from HF_TOKEN or 'hf auth login'.
+    SOURCE is a repository on the Hub (user/repo, or hub://user/repo@revision/path for a part of it), another URL
+    (s3://bucket/run), a folder or a file. Of a root, pull copies all checkpoints. DESTINATION is a folder or a URL.
+    A checkpoint becomes a folder below DESTINATION, and a run can resume from it. Other files in DESTINATION stay.
+    Without a network, pull takes files of the Hub from Hugging Face's cache. Pull takes the Hub's token from HF_TOKEN
+    or 'hf auth login'.
 
     \b
     ckpt pull s3://bucket/mrpc runs/mrpc
@@ -93,29 +94,35 @@ def pull(source: str, destination: str, **options: Any) -> None:
 @click.argument("source", shell_complete=checkpoint_or_path)
 @click.argument("repo_id")
 @click.option("--private/--public", default=None, help="Make a new repository private.")
-@click.option("--revision", help="The branch to commit to; created if it does not exist.")
+@click.option("--revision", help="The branch to commit to. If there is no such branch, push creates it.")
 @click.option("-m", "--message", "commit_message", help="The commit's title.")
 @click.option("--create-pr", is_flag=True, help="Open a pull request, and print its URL.")
 @click.option("--dtype", help="Cast floating point tensors: bfloat16, float16, float32, ...")
 @click.option(
     "--max-shard-size", default="5GB", show_default=True, help="Write shards of at most this size and an index."
 )
-@click.option("--part", default="model", show_default=True, help="Which part of the checkpoint.")
-@click.option("--format", help="The format to read, if SOURCE holds saves in several: deepspeed, hf, ...")
+@click.option("--part", default="model", show_default=True, help="The part of the checkpoint to read.")
+@click.option("--format", help="The format to read, if SOURCE has saves in several: deepspeed, hf, ...")
 @click.option(
     "--beside",
     type=click.Path(exists=True, file_okay=False),
-    help="A folder whose files, except weights, are pushed too: a tokenizer, a config.",
+    help="A folder with more files to push, such as a tokenizer or a config, but no weights.",
 )
-@click.option("--license", help="The license in the model card: apache-2.0, mit, ...")
-@click.option("--card/--no-card", default=True, show_default=True, help="Write the model card, or leave it as it is.")
+@click.option("--license", help="The license to name in the model card: apache-2.0, mit, ...")
+@click.option(
+    "--card/--no-card",
+    default=True,
+    show_default=True,
+    help="Write the model card, or leave an existing one unchanged.",
+)
 @with_trust
 def push(source: str, repo_id: str, license: str | None, card: bool, **options: Any) -> None:
     """Publish the model of the checkpoint at SOURCE as REPO_ID on the Hub.
 
-    SOURCE is a checkpoint of ckpt, sharded or not, anything else that 'ckpt merge' reads, or a folder of safetensors;
-    REPO_ID is user/name, and is created if it does not exist. One commit has everything; files that the Hub has are not
-    sent again. It takes the token from HF_TOKEN or 'hf auth login'.
+    SOURCE is a checkpoint of ckpt, sharded or not, or whatever else 'ckpt merge' reads. A root of ckpt stands for its
+    newest checkpoint. REPO_ID is user/name. If the repository does not exist, push creates it. One commit has
+    everything, and push sends only files that the Hub doesn't have. Push takes the token from HF_TOKEN or 'hf auth
+    login'.
 
     \b
     ckpt push runs/mrpc/step-00001000 user/mrpc --beside model --license mit

@@ -27,31 +27,33 @@ from ckpt.util.console import format_size, one_line
 @click.option(
     "--from", "sources", metavar="URL", multiple=True, help="Another root with intact copies, such as the mirror."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print a list of JSON objects, for other programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print a list of JSON objects for other programs to read.")
 @with_trust
 def verify(url: str, *, repair: bool, sources: tuple[str, ...], as_json: bool, **trusted: Any) -> None:
     """Read every byte of the checkpoint at URL, or of all checkpoints of a root.
 
-    Hashes find damage; signatures, checked with --key or CKPT_VERIFY_KEY, find tampering. With --repair, it restores a
-    damaged file from a checkpoint of the same name in a root given by --from, or from another checkpoint of these roots
-    with the same bytes.
+    Only checkpoints of ckpt have hashes: verify can't check files of other tools. Hashes find damage. Signatures find
+    tampering: to check them, give --key or set CKPT_VERIFY_KEY. With --repair, verify restores a damaged file from
+    another checkpoint in these roots with the same bytes, or from the checkpoint of the same name in a root that you
+    give with --from.
 
-    Exits with status 1 if a checkpoint is damaged or can't be read. A run may use the root meanwhile: a checkpoint that
-    is just being saved or removed does not count as damaged.
+    The command exits with status 1 if a checkpoint is damaged or unreadable. A run may use the root at the same time:
+    verify does not count a checkpoint as damaged while a run saves or removes it.
 
     \b
     ckpt verify runs/mrpc/step-00001000
     ckpt verify /nvme/mrpc --repair --from s3://bucket/mrpc
     """
     if sources and not repair:
-        raise click.UsageError("--from names roots with intact copies: give --repair too")
+        raise click.UsageError("--from only works with --repair: give --repair too")
     if repair and as_json:
-        raise click.UsageError("--json only shows: repair first, then verify with --json")
+        raise click.UsageError("--json can't be combined with --repair: repair first, then verify with --json")
     trust = verifying.required_by(**trusted)
     storage, names, pointed_at = catalog.resolve(url)
     others = [open_storage(source) for source in sources]
     if not names:
-        raise MissingError(f"there are no checkpoints in {url}.{foreign_hint([entry.key for entry in storage.list()])}")
+        hint = foreign_hint([entry.key for entry in storage.list()])
+        raise MissingError(f"there are no checkpoints in {url}, and so no hashes to verify.{hint}")
     width = max(len(shown(name)) for name in names)
     verdicts = []
     if as_json:
@@ -126,7 +128,7 @@ def _signed_by(manifest: Manifest) -> str:
 
 @click.group()
 def key() -> None:
-    """Keys that sign checkpoints: see ckpt.Signing(key=...) and 'ckpt verify --key'.
+    """Make keys that sign checkpoints, for ckpt.Signing(key=...) and 'ckpt verify --key'.
 
     \b
     ckpt key new ~/.ckpt/run.pem
@@ -136,7 +138,7 @@ def key() -> None:
 @key.command()
 @click.argument("path")
 def new(path: str) -> None:
-    """Write a new private key to PATH, which only you can read, and its public half to PATH.pub."""
+    """Write a new private key to PATH, which only you can read, and the public key to PATH.pub."""
     from ckpt.root.signing import find_verify_keys, new_key, shown
 
     public = new_key(path)

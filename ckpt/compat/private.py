@@ -7,6 +7,7 @@ the import works, saves and loads work, and what cannot be done is named once.
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -57,9 +58,11 @@ class Private:
             return None
 
     def tell(self) -> None:
-        """Name what is lost without it, once."""
+        """Name what is lost without it, once in a job: it is lost on all ranks."""
         if not self._told:
             self._told = True
+            if os.environ.get("RANK", "0") != "0":
+                return
             _log.warning("%s has no %s. %s", _release(self.library), self.path, self.without)
 
 

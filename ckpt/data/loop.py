@@ -39,10 +39,10 @@ _ONE_SHOT = (
 )  # fmt: skip
 
 NOT_FOLLOWED = (
-    "ckpt can't see where this loop's batches come from. It saves no position for them, and a resume finds its place "
-    "only if your script does. Pass the loader: StateManager(dataloader=loader); or iterate over manager.batches(...), "
-    "which takes any iterable. Otherwise manager.step() saves at once: call it last in the iteration, and fetch the "
-    "next batch after it."
+    "ckpt can't see where this loop's batches come from, so a resume continues in them only if your script skips to "
+    "its place. Pass the loader: StateManager(dataloader=loader), or iterate over manager.batches(...), which takes "
+    "any iterable. Until then manager.step() saves at once: call it last in the iteration, and fetch the next batch "
+    "after it."
 )
 IN_STEP = (
     "this loop reads no loader that ckpt follows, so manager.step() saves at once. Call it last in the iteration, and "
@@ -126,7 +126,7 @@ class Pass:
 
 
 class Batches(Generic[T]):
-    """An iterator over the batches that are left of an epoch, with a length: how many it hands out in all."""
+    """An iterator over the batches that are left of an epoch. Its length is that of the epoch."""
 
     def __init__(self, loop: Loop, current: Pass, begin: Callable[[], None], start: int | None = None) -> None:
         self._loop = loop
@@ -150,10 +150,10 @@ class Batches(Generic[T]):
     def __len__(self) -> int:
         if self._begin is not None:
             self._begin()
-        return self._loop.left(self._pass.loader)
+        return self._loop.length(self._pass)
 
     def close(self) -> None:
-        """Leave the loop, and end what reads ahead for it."""
+        """Leave the loop, and stop the workers that read ahead for it."""
         self._batches.close()
         self._loop.leave(self._pass)
 
@@ -236,7 +236,7 @@ class Loop:
 
     def epochs(self, total: int) -> Iterator[int]:
         if not isinstance(total, int) or total < 0:
-            raise ConfigError(f"epochs() takes the total number of epochs, not {total!r}.")
+            raise ConfigError(f"epochs() needs the total number of epochs, not {total!r}.")
         self._in_epochs = self._asked_epoch = True
         self._left_epoch = False
         self.progress.epoch -= self._outside_epochs  # of a loop before this one
@@ -252,22 +252,22 @@ class Loop:
             self._in_epochs, self._left_epoch = False, not ended
 
     def batches(self, loader: Iterable[T], begin: Callable[[], None], start: int | None = None) -> Batches[Any]:
-        """The rest of the epoch; with `start`, each with its number. `begin` is called before the first. After a
-        `go_back` in the middle, it continues from there."""
+        """Iterate over the rest of the epoch. Calls `begin` before the first batch. `start` numbers the batches.
+
+        After a `go_back` in the middle of the epoch, the iteration continues at the new position."""
         if not isinstance(loader, Iterable):
-            raise ConfigError(f"batches() takes a loader, but a {type(loader).__name__} cannot be iterated over.")
+            raise ConfigError(f"batches() needs a loader, but ckpt can't iterate over a {type(loader).__name__}.")
         if isinstance(loader, _ONE_SHOT):
             name = type(loader).__name__
             raise ConfigError(
-                f"batches() cannot resume a {name} object: it has begun to iterate over the loaders inside before a "
-                "resume can take them to their positions. Put batches() around each loader instead: "
-                f"{_rewritten(name)}."
+                f"batches() can't resume a {name} object, which starts its loaders before ckpt can take them to their "
+                f"positions. Put batches() around each loader instead: {_rewritten(name)}."
             )
         return Batches(self, Pass(loader, None), begin, start)
 
-    def left(self, loader: Loader) -> int:
-        """How many batches the next pass through a loader hands out."""
-        return self._loaders.left(loader)
+    def length(self, current: Pass) -> int:
+        """How many batches the epoch of a pass has."""
+        return current.tracked.length if current.tracked is not None else self._loaders.length(current.loader)
 
     def _next_epoch(self) -> None:
         for current in list(self._open):
@@ -277,9 +277,14 @@ class Loop:
         self.progress.epoch += 1
         self.progress.batch = 0
         self._outside_epochs += not self._in_epochs
-        self._per_epoch = (self._steps or self._updates) or self._per_epoch
+        self._per_epoch = self._last_steps
         self._steps = self._updates = 0
         self._loaders.clear()
+
+    @property
+    def _last_steps(self) -> int | None:
+        """The steps of this epoch, or of the one before."""
+        return self._steps or self._updates or self._per_epoch
 
     def saved_batches(self, loader: Loader) -> int | None:
         """How many batches the next pass through a loader skips; none if no position was saved for it."""
@@ -711,7 +716,7 @@ class Loop:
         rhythm = {"per_step": leader.per_step, "ahead": max(0, leader.first - leader.per_step)} if leader else {}
         return {
             "remarks": {**self.caveats.lasting, **self._uncertain()},
-            "steps_per_epoch": self._per_epoch,
+            "steps_per_epoch": self._per_epoch if self.saved_progress() is self.progress else self._last_steps,
             "plain_epochs": self._outside_epochs,
             **rhythm,
         }
@@ -762,8 +767,9 @@ class Loop:
         """Raise if the manager was closed."""
         if self.is_released:
             raise ConfigError(
-                f"{call} on a closed StateManager: it no longer follows loaders and optimizers, so a save would not "
-                f"know where the data is. Build a new one for the same objects and root, which resumes."
+                f"you called {call} on a closed StateManager, which no longer follows loaders and optimizers: a save "
+                f"would have the wrong position in the data. Build a new manager for the same objects and root, and "
+                f"resume."
             )
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
 
 from ckpt.errors import MetricError
+from ckpt.util.checked_json import is_text
 
 # Metrics as a training loop gives them, and as a checkpoint keeps them.
 
@@ -47,9 +50,89 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
+_MOST_POINTS = 400  # of a metric
+_MOST_CURVES = 64
+
+
+class _Curve:
+    """Values of one metric, evenly thinned: every first, second, fourth, ... that it was given."""
+
+    __slots__ = ("_stride", "points", "to_skip")
+
+    def __init__(self) -> None:
+        self.points: list[list[Any]] = []  # step, and value: a tensor on a device until `settle`
+        self.to_skip = 0  # values before the next one that is kept
+        self._stride = 1
+
+    def keep(self, step: int, value: Any) -> None:
+        self.points.append([step, _copied(value)])
+        if len(self.points) > _MOST_POINTS:  # an odd number: the last one stays
+            self.points = self.points[::2]
+            self._stride *= 2
+        self.to_skip = self._stride - 1
+
+
+class MetricCurves:
+    """The metrics of all steps, for the history of the root: a few hundred points of each.
+
+    To note a step costs some tenths of a microsecond for each metric, and never waits for a device.
+    """
+
+    def __init__(self) -> None:
+        self._curves: dict[str, _Curve] = {}
+
+    def note(self, step: int, metrics: Mapping[str, Any]) -> None:
+        curves = self._curves
+        for name, value in metrics.items():
+            curve = curves.get(name)
+            if curve is None:
+                if len(curves) == _MOST_CURVES:
+                    continue
+                curve = curves[name] = _Curve()
+            if curve.to_skip:
+                curve.to_skip -= 1
+            else:
+                curve.keep(step, value)
+
+    def settle(self) -> None:
+        """Fetch what is on devices. This waits for them, so it is done for saves only."""
+        waiting = defaultdict(list)
+        for curve in self._curves.values():
+            for point in curve.points:
+                if isinstance(point[1], torch.Tensor):
+                    waiting[point[1].device].append(point)
+        for points in waiting.values():
+            with suppress(RuntimeError):  # a device that fails is an error of what the training needs from it
+                numbers = torch.stack([value for _, value in points]).tolist()
+                for point, number in zip(points, numbers, strict=True):
+                    point[1] = number
+
+    def numbers(self) -> dict[str, list[tuple[int, float]]]:
+        """By name; without what is still on a device."""
+        known = {
+            name: [(step, value) for step, value in curve.points if isinstance(value, float)]
+            for name, curve in list(self._curves.items())
+            if is_text(name)
+        }
+        return {name: points for name, points in known.items() if points}
+
+
+def _copied(value: Any) -> Any:
+    """A number, or a copy of a tensor where it is: a script may write its next value into the same memory.
+
+    None of what takes other ranks to be read, as a DTensor does, or is no real number.
+    """
+    try:
+        if not isinstance(value, torch.Tensor) or (value.is_cpu and type(value) is torch.Tensor):
+            return float(value)
+        return value.to(torch.float32, copy=True).reshape(()) if type(value) is torch.Tensor else None
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # at a save, this is an error
+        return None
+
+
 @dataclass
 class Progress:
-    """Counters that a checkpoint keeps.
+    """Counts epochs, batches, steps and samples. ckpt saves these counters in every checkpoint.
 
     Attributes:
         epoch: The current epoch.

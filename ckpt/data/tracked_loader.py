@@ -111,7 +111,7 @@ class Lookahead:
     def _follow(self, batches: Iterator[Any]) -> Iterator[Any]:
         reads = 0
         while True:
-            self._before(reads)
+            self._before(reads)  # first, as it may restore generators, with which this read then begins
             self._moments.append((rng.capture(), self._kept()))
             try:
                 batch = next(batches)
@@ -289,9 +289,10 @@ def _refuse_state_of_others(keeper: Stateful, state: Any) -> None:
     if isinstance(mine, str) and "world_size" in own and mine not in state:
         saved = ", ".join(str(key) for key in state if key != "world_size")
         raise StateError(
-            f"{type(keeper).__name__} has the data of {mine}, and this rank saved that of {saved}: the ranks are "
-            "divided over the mesh in another way. Resume with the dimensions that saved it, or leave dataloader= out: "
-            "the data then starts over."
+            f"{type(keeper).__name__} has the data of {mine}, but this rank saved that of {saved}: the mesh divides "
+            "the ranks in another way. Resume with the saved dimensions, or leave out dataloader=: the data then "
+            "starts "
+            "over."
         )
 
 
@@ -337,7 +338,7 @@ class RestoreStrategy(ABC):
             position.ahead, position.rng_ahead, position.state = self._lookahead.first
 
     def close(self) -> None:
-        """The pass is over, or was left: no reference may keep the iterator alive, because its workers stop with it."""
+        """End the pass, and drop every reference to the iterator: its workers stop only when the iterator is gone."""
         if self._lookahead is not None:
             self._lookahead.forget()
 
@@ -407,8 +408,8 @@ class ByIndex(RestoreStrategy):
     def open(self) -> Iterator[Any]:
         if not getattr(self._loader, "in_order", True):
             raise ConfigError(
-                "a DataLoader with in_order=False gives batches in an order that depends on timing: no run can "
-                "continue from the middle of it. Build it with in_order=True."
+                "a DataLoader with in_order=False gives batches in an order that depends on timing, so no run can "
+                "continue in mid-epoch. Build the DataLoader with in_order=True."
             )
         if not self._cursor.reads:
             self._cursor.begin()
@@ -617,6 +618,17 @@ class TrackedLoader:
         return self._cursor.position.before + self._cursor.position.batches
 
     @property
+    def length(self) -> int:
+        """How many batches this epoch has. Those before a resume with another batch size count as they were."""
+        size, now = len(cast(Sized, self.loader)), self._repartition.now
+        rest = self._repartition.rest(self._cursor.position)
+        samples = None if rest is None else now.batch if rest.distributed else now.window
+        if rest is None or samples is None:
+            return size
+        left = len(rest) // samples if getattr(rest.owner, "drop_last", False) else -(-len(rest) // samples)
+        return self._cursor.position.before + left
+
+    @property
     def done(self) -> bool:
         return self._cursor.position.done and not self.has_saved_position
 
@@ -680,7 +692,7 @@ class TrackedLoader:
             position.samples += samples
             self._cursor.note_end(iterator)
             yield batch, samples
-            del batch
+            del batch  # or it would take memory while the next one is read
         position.done = True
         self._update_position()
         if self._strategy is not None:
@@ -811,12 +823,15 @@ class EpochLoaders:
         resumed = (tracked for tracked in self.by_key.values() if tracked.has_saved_position)
         return next((tracked.batches_handed_out for tracked in resumed if tracked.loader is loader), None)
 
-    def left(self, loader: Loader) -> int:
-        """How many batches the next pass through a loader hands out."""
-        claimed = self.saved_batches(loader)
-        found = self.unclaimed.key_of(self._key(loader))
-        saved = {} if found is None else self.unclaimed.positions[found]
-        return len(cast(Sized, loader)) - (saved.get("batches", 0) if claimed is None else claimed)
+    def length(self, loader: Loader) -> int:
+        """How many batches the epoch has that the next pass through a loader is in."""
+        key = self._key(loader)
+        if key in self.by_key:
+            return self.by_key[key].length
+        tracked, found = TrackedLoader(loader, self._ranks.rank, self._ranks.world_size), self.unclaimed.key_of(key)
+        if found is not None:
+            tracked.go_back(self.unclaimed.positions[found], lambda done, before: None, lambda text: None)
+        return tracked.length
 
     def is_used_up(self, loader: Loader) -> bool:
         """Whether the position that was saved for a loader is the end of its epoch."""

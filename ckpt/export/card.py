@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import ConfigError
 from ckpt.formats.native.manifest import Manifest
-from ckpt.root.catalog import Summary
 from ckpt.shown import markdown, shown
-from ckpt.util.svg_plot import HEIGHT, PLAIN, WIDTH, Points, document, line_panel
 
-
-def draw(curves: Mapping[str, Points]) -> str | None:
-    """One panel for each metric that has two finite points or more; none if there is no such metric."""
-    metrics = [(name, points) for name, points in curves.items() if _finite(points) > 1]
-    if not metrics:
-        return None
-    panels = [line for index, metric in enumerate(metrics) for line in line_panel(*metric, PLAIN, top=index * HEIGHT)]
-    return document(panels, WIDTH, HEIGHT * len(metrics), title="metrics by step")
-
-
-def _finite(points: Points) -> int:
-    return sum(math.isfinite(value) for _, value in points)
-
-
-CARD, CURVE = "README.md", "training-curve.svg"
+CARD = "README.md"
 BEGIN = "<!-- ckpt writes this section anew with every push: what you change in it is lost -->"
 END = "<!-- end of the section of ckpt -->"
 _FRONT = re.compile(r"\A---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
@@ -53,7 +36,7 @@ _TASKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a model card says of the training: progress, metrics, environment, lineage, and metrics by step."""
+    """What a model card says of the training: progress, metrics, environment and lineage."""
 
     progress: Mapping[str, int] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -61,31 +44,17 @@ class Training:
     hardware: str = ""
     world_size: int = 1
     lineage: Mapping[str, str] = field(default_factory=dict)
-    curves: Mapping[str, Points] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, manifest: Manifest, root: Sequence[Manifest | Summary]) -> Training:
-        """Of a checkpoint, with the metrics of the earlier checkpoints of its run in `root`, also of removed ones."""
-        known = {"run": manifest.run, "checkpoint": f"{manifest.name} ({manifest.id[:8]})"}
-        parents = [other.name for other in root if other.id == manifest.parent]
+    def of(cls, manifest: Manifest) -> Training:
         return cls(
             progress=manifest.progress,
             metrics=manifest.metrics,
             versions=manifest.versions,
             hardware=manifest.hardware,
             world_size=manifest.world_size,
-            lineage={**known, **({"trained on from": parents[0]} if parents else {})},
-            curves=curves(other for other in root if other.run == manifest.run and other.sequence <= manifest.sequence),
+            lineage={"run": manifest.run, "checkpoint": f"{manifest.name} ({manifest.id[:8]})"},
         )
-
-
-def curves(manifests: Iterable[Manifest | Summary]) -> dict[str, list[tuple[int, float]]]:
-    """The values of each metric by step. Of checkpoints of the same step, the last one counts."""
-    found: dict[str, dict[int, float]] = {}
-    for manifest in sorted(manifests, key=lambda manifest: manifest.sequence):
-        for name, value in manifest.metrics.items():
-            found.setdefault(name, {})[manifest.step] = value
-    return {name: sorted(points.items()) for name, points in found.items()}
 
 
 def known_fields(about: Mapping[str, Any], training: Training | None) -> dict[str, Any]:
@@ -116,12 +85,10 @@ def render(
     known: Mapping[str, Any],
     given: Mapping[str, Any],
     training: Training | None,
-    *,
-    curve: bool = False,
 ) -> str:
     """The text of a card. An existing one is kept, except for the generated section and the fields that are `given`."""
     front, text = _split(existing or f"\n# {title}\n")
-    section = f"{BEGIN}\n{_section(training, curve=curve)}\n{END}"
+    section = f"{BEGIN}\n{_section(training)}\n{END}"
     if _SECTION.search(text):
         text = _SECTION.sub(lambda _: section, text, count=1)
     else:
@@ -143,11 +110,12 @@ def _merged(front: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> s
     except yaml.YAMLError as error:
         why = getattr(error, "problem", None) or error
         raise ConfigError(
-            f"the front matter of {CARD} is not YAML: {why}. Correct it, or push with card=False."
+            f"the front matter of {CARD} is not YAML: {why}. Correct the file, or push with card=False."
         ) from None
     if not isinstance(fields, dict):
         raise ConfigError(
-            f"the front matter of {CARD} has no fields: {front.strip()[:80]!r}. Correct it, or push with card=False."
+            f"the front matter of {CARD} has no fields: {front.strip()[:80]!r}. Correct the file, or push with "
+            "card=False."
         )
     if any(key in fields and fields[key] != value for key, value in given.items()):
         return str(yaml.safe_dump({**known, **fields, **given}, sort_keys=False, allow_unicode=True))
@@ -155,12 +123,11 @@ def _merged(front: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> s
     return front + (str(yaml.safe_dump(added, sort_keys=False, allow_unicode=True)) if added else "")
 
 
-def _section(training: Training | None, *, curve: bool) -> str:
+def _section(training: Training | None) -> str:
     if training is None:
         return "Published with [ckpt](https://pypi.org/project/torch-ckpt/)."
     rows = "\n".join(f"| {markdown(name)} | {markdown(value)} |" for name, value in _rows(training))
-    picture = f"\n\n![metrics by step]({CURVE})" if curve else ""
-    return f"## Training\n\n| | |\n|---|---|\n{rows}{picture}"
+    return f"## Training\n\n| | |\n|---|---|\n{rows}"
 
 
 def _rows(training: Training) -> list[tuple[str, str]]:

@@ -76,10 +76,10 @@ def _refuse_place(final: Path, shown: str, *, over: bool) -> None:
     if os.path.lexists(final) and not over:
         raise ConfigError(f"{shown} already exists, and ckpt does not overwrite it. Choose another destination.")
     if final.is_symlink() or (final.exists() and not final.is_dir()):
-        raise ConfigError(f"{shown} is not a plain directory. Choose another place for the model.")
+        raise ConfigError(f"{shown} is a link, or not a folder. Choose another place for the model.")
     if os.path.commonpath([final, os.getcwd()]) == str(final):  # the process would be left in a folder that is gone
         raise ConfigError(
-            f"{shown} is the current folder, or contains it, so ckpt can't replace it. Name a folder in it."
+            f"{shown} is the current folder, or contains it, so ckpt can't replace it. Name a new folder inside."
         )
 
 
@@ -87,7 +87,7 @@ def refuse_checkpoints(directory: Path) -> None:
     """Refuse a folder whose files a run may be using."""
     if (directory / FILE_NAME).exists() or any(directory.glob(f"*/{FILE_NAME}")):
         raise ConfigError(
-            f"{directory} holds checkpoints, and ckpt does not overwrite them. Choose another place for the model."
+            f"{directory} contains checkpoints, and ckpt does not overwrite them. Choose another place for the model."
         )
 
 

@@ -30,12 +30,11 @@ from ckpt.formats.registry import CKPT, ROOT, claims
 from ckpt.formats.sharded_tensors import is_sharded, layout_of, local_tensor
 from ckpt.formats.tensors import narrowed
 from ckpt.load.load_state import Restored, restored_from
-from ckpt.load.restore import Restoration, RestoreRequest
+from ckpt.load.restore import Restoration, RestoreRequest, Restoring
 from ckpt.load.select import Choice, Selection, choose
 from ckpt.ranks.consensus import MAIN, Ranks, run_on_all_ranks
 from ckpt.ranks.find import find_ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts, find_hosts, may_have_separate_roots
-from ckpt.root.catalog import locate
 from ckpt.root.folder import Place, single_file
 from ckpt.root.signing import BELIEVES_ALL, KeySource, Trust, open_trust
 from ckpt.shown import Lines
@@ -263,40 +262,41 @@ def load_model(
     verify_key: KeySource | None = None,
     require_signed: bool | str = False,
 ) -> dict[str, str]:
-    """Load a model's tensors, from a checkpoint or from what another tool wrote.
+    """Load a model's tensors from a checkpoint, or from files that another tool wrote.
 
-    The model may be wrapped, compiled or sharded; every rank makes this call, and reads what it holds. To load a
+    The model may be wrapped, compiled or sharded. Every rank makes this call, and reads only its own shards. To load a
     published PEFT adapter, pass a model that has one. If Transformers renames or joins weights when it loads them, ckpt
     does the same.
 
-    ckpt verifies checkpoints by their manifests, and files of the Hub by their hashes there. Without a network it takes
-    a published model, or what you pulled before, from Hugging Face's cache. It reads remote files only once, and
-    verifies them on the way: if they are damaged, the model already holds a part of them.
+    ckpt verifies checkpoints by the hashes in their manifests, and files of the Hub by the hashes that the Hub lists.
+    Without a network, ckpt takes a model of the Hub from Hugging Face's cache, if you have loaded or pulled it before.
+    ckpt reads remote files only once, and verifies the bytes as they arrive: when ckpt finds damage, the model
+    already has a part of these bytes.
 
     Args:
         source: A checkpoint, a root (ckpt loads its newest intact checkpoint, and warns about newer ones), a folder or
             file of safetensors, or whatever else `merge` reads, at a path or URL: `hub://user/repo`.
         model: The model to load into.
-        part: Which part, if not the model.
-        format: Which one to load, if a folder holds saves in several formats: `"deepspeed"`, `"hf"`.
-        strict: Everything must fit, or nothing is changed. ckpt casts floating point of another dtype, except from its
-            own checkpoints.
+        part: The part of the checkpoint to load, if not the model.
+        format: The format to load, if a folder has saves in several: `"deepspeed"`, `"hf"`.
+        strict: If anything does not fit, raise an error and change nothing. ckpt casts floating point tensors of
+            another dtype if another tool wrote the file.
         storage_options: For a URL, as for `StateManager`: `{"token": ...}` for the Hub.
         timeout: Seconds that ranks wait for each other.
         verify_key: As in `Signing`: ckpt warns if none of these keys has signed the source.
         require_signed: As `required` of `Signing`; ckpt then also refuses files without a manifest.
 
     Returns:
-        What was skipped or is not exactly as it was saved, with the reasons.
+        What ckpt skipped, and what differs from the saved state, with the reasons.
 
     Raises:
-        MissingError: There is nothing there, or no such part.
-        MismatchError: It does not fit the model; nothing was changed.
-        DamagedError: The bytes have changed since they were saved.
+        MissingError: The source does not exist, or has no such part.
+        MismatchError: The source does not fit the model; nothing was changed.
+        DamagedError: The source's bytes have changed since they were saved.
     """
     trust = open_trust(verify_key, required=require_signed)
     if not is_path(source):
-        raise ConfigError(f"load_model(source, model): the source must be a path or a URL, not {said(source)}.")
+        raise ConfigError(f"load_model(source, model) needs a path or a URL as its source, not {said(source)}.")
     shown = os.fspath(source)
     ranks = find_ranks(f"load {shown}", timeout, reads_only=True)
     call = f"load_model({shown!r})"
@@ -305,7 +305,7 @@ def load_model(
         options = storage_options if where == shown else None
         place = run_on_all_ranks(ranks, call, lambda: Place.at(where, options, format))
         if place.is_ours:
-            storage, names = run_on_all_ranks(ranks, call, lambda: locate(where, options))
+            storage, names = run_on_all_ranks(ranks, call, place.checkpoints)
             return _load_checkpoint(storage, names, ranks, model_part(part, model), trust, strict=strict)
         if trust.required or ranks.rank == MAIN:  # one warning
             trust.refuse_unsigned(shown)
@@ -363,7 +363,7 @@ def _load_checkpoint(
     choice = _choose_and_restore(request, storage, names[0] if len(names) == 1 else None, trust=trust)
     if ranks.rank == MAIN:
         for newer, why in choice.passed_over.items():
-            _log.warning("%s is passed over: %s", newer, one_line(why))
+            _log.warning("ckpt skips the newer %s: %s", newer, one_line(why))
         trust.warn(choice.manifest)
         say(f"loaded {part.key} of {storage.url}/{choice.manifest.name}")
     noted = {**choice.ready.notes.skipped, **choice.ready.notes.approximated}
@@ -387,10 +387,13 @@ def _choose_and_restore(
     foreign: bool = False,
     trust: Trust = BELIEVES_ALL,
 ) -> Choice[Restoration]:
+    restoring = Restoring(request)
     selection = Selection(
         tiers=(storage,),
         ranks=request.ranks,
-        prepare=lambda candidate: Restoration.prepare(candidate, request),
+        prepare=restoring.prepare,
+        opening=restoring.opening,
+        check=restoring.check,
         name=name,
         hosts=hosts,
         foreign=foreign,
@@ -434,7 +437,7 @@ def _matched(
     adapters = part.about(live).get("adapters", {}).values()
     if not adapters:
         raise MismatchError(
-            f"{shown} holds an adapter, but the model has none: pass the one that peft.get_peft_model returned."
+            f"{shown} has an adapter, but the model has none. Pass the model that peft.get_peft_model returned."
         )
     tables = (adapter["tensors"] for adapter in adapters)
     names = max(tables, key=lambda table: len(table.keys() & source.tensors.keys()))

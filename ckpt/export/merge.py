@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from ckpt.formats.tensors import FilePlan
 from ckpt.root.folder import open_url
 from ckpt.root.signing import KeySource, open_trust
 from ckpt.storage import Storage
-from ckpt.util.console import progress_bar
+from ckpt.util.console import counted, progress_bar
 from ckpt.util.option_values import path_text
 
 
@@ -36,28 +36,29 @@ def merge(
     verify_key: KeySource | None = None,
     require_signed: bool | str = False,
 ) -> list[str]:
-    """Write the tensors of a checkpoint as one safetensors file.
+    """Write a checkpoint's tensors to one safetensors file.
 
-    It writes tied weights once and holds less than 256 MB in memory. The output appears only when it is complete.
+    `merge` writes tied weights once, and needs less than 256 MB of memory. The file appears only when it is complete.
 
     Args:
-        source: A ckpt checkpoint, or a file or folder of another tool that `convert` reads, at a path or URL. From
-            DeepSpeed it takes the master weights.
+        source: A ckpt checkpoint, a root (`merge` takes its newest intact checkpoint, and warns about newer ones), or a
+            file or folder of another tool that `convert` reads, at a path or URL. From DeepSpeed it takes the master
+            weights.
         destination: A file that ends with `.safetensors`, at a path or URL.
         dtype: The dtype to cast floating point tensors to.
         max_shard_size: The largest size of a file, in bytes or as `"5GB"`; a larger model becomes shards and
             `model.safetensors.index.json`.
-        part: Which part, if not the model.
-        format: Which one to read, if a folder holds saves in several formats: `"deepspeed"`, `"hf"`.
+        part: The part of the checkpoint to write, if not the model.
+        format: The format to read, if a folder has saves in several: `"deepspeed"`, `"hf"`.
         storage_options: Credentials and the like, for URLs on both sides.
         verify_key: As in `Signing`: ckpt warns if none of these keys has signed the source.
         require_signed: As `required` of `Signing`.
 
     Returns:
-        The URLs of the files.
+        The URLs of the written files.
 
     Raises:
-        MissingError: There is nothing there, or no such part.
+        MissingError: The source does not exist, or has no such part.
         DamagedError: The source's bytes have changed since they were saved.
         ConfigError: ckpt can't read this kind of source, or the destination would overwrite a checkpoint.
     """
@@ -85,11 +86,9 @@ class _Destination:
         text = path_text(destination, "the destination")
         folder, slash, name = text.rpartition("/")
         if not name or os.path.isdir(text):
-            raise ConfigError(f"{text} is a directory. Name the file: {text.rstrip('/')}/model{SUFFIX}.")
+            raise ConfigError(f"{text} is a folder. Name a file in it: {text.rstrip('/')}/model{SUFFIX}.")
         if not name.endswith(SUFFIX) or folder.endswith(":/"):
-            raise ConfigError(
-                f"{text} is not a file that ckpt can write: name a file that ends with {SUFFIX}, in a folder."
-            )
+            raise ConfigError(f"ckpt can't write to {text}. Name a file that ends with {SUFFIX}, in a folder.")
         return cls(open_url(folder or slash or ".", options), name)
 
     def check_free(self, files: list[FilePlan]) -> None:
@@ -100,11 +99,14 @@ class _Destination:
                 f"{self.storage.url} is a checkpoint, and ckpt does not overwrite it. Choose another destination."
             )
         if any(key.startswith(f"{self.name}/") for key in there):
-            raise ConfigError(f"{self._url(self.name)} is a directory. Name a file in it: {self.name}/model{SUFFIX}.")
+            raise ConfigError(f"{self._url(self.name)} is a folder. Name a file in it: {self.name}/model{SUFFIX}.")
         in_the_way = [name for name in (self.name, self.name + INDEX_SUFFIX) if name in there and len(files) > 1]
         if in_the_way:
             listed = " and ".join(self._url(name) for name in in_the_way)
-            raise ConfigError(f"{listed} would be mixed up with the shards. Remove it, or choose another destination.")
+            raise ConfigError(
+                f"other tools would read {listed} together with the new shards. Remove the old file, or choose "
+                "another destination."
+            )
 
     def write(self, files: list[FilePlan]) -> list[str]:
         """Write the files in order. If a write fails, the files before it are removed."""
@@ -122,10 +124,3 @@ class _Destination:
 
     def _url(self, name: str) -> str:
         return f"{self.storage.url.rstrip('/')}/{name}"
-
-
-def counted(pieces: Iterable[memoryview], advance: Callable[[int], None]) -> Iterator[memoryview]:
-    """The pieces, and how many bytes of them were taken."""
-    for piece in pieces:
-        yield piece
-        advance(len(piece))

@@ -14,7 +14,7 @@ import torch
 
 from ckpt.errors import CkptError, ConfigError, TransientError
 from ckpt.export import card as model_card
-from ckpt.export.card import CARD, CURVE, Training, draw
+from ckpt.export.card import CARD, Training
 from ckpt.export.folders import belongs_beside, outdated_weights, scratch_folder
 from ckpt.export.options import SHARD_SIZE, ExportOptions
 from ckpt.export.save_model import (
@@ -31,11 +31,9 @@ from ckpt.export.save_model import (
 from ckpt.export.source import open_source
 from ckpt.formats.foreign.hf_safetensors import tied
 from ckpt.formats.native.header import SUFFIX
-from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.registry import HF, PEFT
 from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together, run_on_all_ranks
 from ckpt.ranks.find import find_ranks
-from ckpt.root.catalog import History, locate, scan
 from ckpt.root.folder import Place
 from ckpt.root.signing import KeySource, Trust, open_trust
 from ckpt.state.model import ModelPart
@@ -99,13 +97,13 @@ class HubTarget:
             raise ConfigError(f"create_pr={create_pr!r} must be True or False.")
         if create_pr and revision not in (None, MAIN_BRANCH):
             raise ConfigError(
-                f"create_pr=True opens a pull request to {MAIN_BRANCH!r}: leave revision= out. To push to one that is "
-                "open, give revision='refs/pr/1' alone."
+                f"create_pr=True opens a pull request to {MAIN_BRANCH!r}, so leave out revision=. To push to an open "
+                "pull request, give only revision='refs/pr/1'."
             )
         if not isinstance(card, bool | Mapping):
             raise ConfigError(
-                f"card={card!r} must be True, False, or a dict for its front matter, such as {{'license': 'mit'}}. "
-                "Your own text in an existing card stays."
+                f"card={card!r} must be True, False, or a dict for the front matter of the model card, such as "
+                "{'license': 'mit'}. ckpt keeps your own text in an existing card."
             )
         return cls(HubRepo(repo_id, revision or MAIN_BRANCH, token), private, message, card, create_pr)
 
@@ -133,8 +131,8 @@ class HubTarget:
         hashes = _Hashes()
         if self.private and not self.repo.is_private():
             raise ConfigError(
-                f"{self.repo.page} already exists and is public: nothing was pushed. Make it private in its "
-                "settings, or leave private= out."
+                f"nothing was pushed, because {self.repo.page} already exists and is public. Make the repository "
+                "private in its settings, or leave out private=."
             )
         message = self.message or "Upload model with ckpt"
         if self.create_pr and self._operations(publication, hashes, self.repo.head()):
@@ -180,20 +178,18 @@ class HubTarget:
     def _texts(
         self, publication: Publication, local: Path | None, head: str, there: Mapping[str, HubFile]
     ) -> dict[str, bytes]:
-        """The card and its plot. The repository's card, or else the one in the folder, is updated."""
+        """The card. The repository's, or else the one in the folder, is updated."""
         if self.card is False:
             return {}
         found = local.read_bytes() if local else None
         if CARD in there:
             found = self.repo.read(CARD, head)
         existing = None if found is None else found.decode(errors="surrogateescape")  # keeps what is not UTF-8
-        picture = draw(publication.training.curves) if publication.training else None
         known = model_card.known_fields(publication.about, publication.training)
         given = self.card if isinstance(self.card, Mapping) else {}
         name = self.repo.id.rpartition("/")[2]
-        text = model_card.render(existing, name, known, given, publication.training, curve=picture is not None)
-        card = {CARD: text.encode(errors="surrogateescape")}
-        return {**card, CURVE: picture.encode()} if picture else card
+        text = model_card.render(existing, name, known, given, publication.training)
+        return {CARD: text.encode(errors="surrogateescape")}
 
 
 @dataclass
@@ -237,14 +233,14 @@ def push_to_hub(
     verify_key: KeySource | None = None,
     require_signed: bool | str = False,
 ) -> str:
-    """Publish the model of a checkpoint, sharded or not, or a folder of safetensors, in one commit.
+    """Publish a model on the Hub in one commit: from a checkpoint, sharded or not, or from a folder of safetensors.
 
-    The commit has everything: weights, `config.json`, tokenizer, the files in `beside`, and the model card. ckpt does
-    not send files again that the Hub has, so an interrupted push continues where it was. If nothing has changed, it
-    makes no commit. With several processes only the main one talks to the Hub, and the others wait.
+    The commit has everything: weights, `config.json`, tokenizer, the files in `beside`, and the model card. ckpt sends
+    only files that the Hub doesn't have, so the next push continues an interrupted one. If nothing has
+    changed, ckpt makes no commit. With several processes, only the main one talks to the Hub, and the others wait.
 
     Args:
-        source: A path or URL.
+        source: Whatever `merge` reads, at a path or URL.
         repo_id: `user/name`; created if it does not exist.
         private: Make a new repository private.
         revision: A branch; created if it does not exist.
@@ -257,8 +253,8 @@ def push_to_hub(
         tokenizer: A tokenizer to add to the commit.
         processor: A processor to add to the commit.
         beside: A folder with more files for the commit: a tokenizer, a config; no weights.
-        part: Which model, if there are several.
-        format: Which one to push, if a folder holds saves in several formats: `"deepspeed"`, `"hf"`.
+        part: The model to push, if there are several.
+        format: The format to push, if a folder has saves in several: `"deepspeed"`, `"hf"`.
         storage_options: For a `source` that is a URL, as for the manager.
         timeout: Seconds to wait for other ranks.
         verify_key: As in `Signing`: ckpt warns if none of these keys has signed the source.
@@ -268,9 +264,9 @@ def push_to_hub(
         The URL of the commit, or of the pull request.
 
     Raises:
-        UntrustedError: You require a signature, and no trusted key has signed the source.
-        DeniedError: The token is missing, or can't write there.
-        StorageError: The Hub did not accept it; nothing has changed there.
+        UntrustedError: You require a signature, but no trusted key has signed the source.
+        DeniedError: The token is missing, or lacks the right to write there.
+        StorageError: The Hub refused the commit; nothing has changed there.
     """
     target = HubTarget.of(repo_id, revision, token, private, commit_message, card, create_pr)
     processors = check_processors(tokenizer=tokenizer, processor=processor)
@@ -281,7 +277,9 @@ def push_to_hub(
     def push(_: object) -> str:
         with _prepare(os.fspath(source), part, format, request, storage_options) as publication:
             if not {CONFIG, ADAPTER_CONFIG} & {path.rpartition("/")[2] for path in publication.paths()}:
-                _log.warning("No %s is pushed, and from_pretrained needs one. Name its folder: beside=.", CONFIG)
+                _log.warning(
+                    "the push has no %s, which from_pretrained needs. Give a folder with that file: beside=.", CONFIG
+                )
             return target.publish(publication)
 
     with ranks.working():
@@ -313,7 +311,10 @@ def _prepare(
     with scratch_folder() as folder:
         if place.format in (HF, PEFT) and os.path.isdir(source) and any(Path(source).glob(f"*{SUFFIX}")):
             if request.options != ExportOptions.parse(None, SHARD_SIZE):
-                raise ConfigError(f"{source} is pushed as it is: dtype= and max_shard_size= are for checkpoints.")
+                raise ConfigError(
+                    f"ckpt pushes the files of {source} unchanged. Leave out dtype= and max_shard_size=, which are for "
+                    "checkpoints."
+                )
             request.trust.refuse_unsigned(source)
             request.write_companions(folder)
             yield Publication((Path(source), folder))
@@ -326,23 +327,15 @@ def _prepare(
             about = opened.about or about_model(beside, opened.tensors)
             files = model_files(about, opened.tensors, tied(opened.tensors), request.options)
             ModelExport(files).write(folder)
-            yield Publication((folder,), about, _training(source, opened.manifest, storage_options))
+            yield Publication((folder,), about, Training.of(opened.manifest) if opened.manifest else None)
 
 
 def _copy_beside(beside: Path, folder: Path) -> None:
     if not beside.is_dir():
-        raise ConfigError(f"beside={str(beside)!r} is not a folder: give the folder of a tokenizer or a config.")
+        raise ConfigError(f"beside={str(beside)!r} is not a folder. Give the folder of a tokenizer or a config.")
     for path in beside.iterdir():
         if path.is_file() and belongs_beside(path.name):
             (folder / path.name).write_bytes(path.read_bytes())
-
-
-def _training(source: str, manifest: Manifest | None, options: Mapping[str, Any] | None) -> Training | None:
-    if manifest is None:
-        return None
-    storage, _ = locate(source, options if "://" in source else None)
-    present = [checkpoint.manifest for checkpoint in scan(storage) if checkpoint.manifest]
-    return Training.of(manifest, [*present, *(save.summary for save in History.of(storage).without(present))])
 
 
 @dataclass
@@ -382,7 +375,7 @@ class Pusher:
         return self._background.busy
 
     def wait(self) -> None:
-        """Block until no push is under way. An error of a background push is raised here, once."""
+        """Block until no push is under way. Raises the error of a push in the background, once."""
         self._background.wait()
 
     def _write_files(

@@ -24,7 +24,7 @@ from ckpt.ranks.consensus import MAIN, Ranks, run_on_all_ranks
 from ckpt.state.model import ModelPart, tensors_in
 from ckpt.storage import LocalStorage
 from ckpt.util.checked_json import parse_json
-from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar
+from ckpt.util.console import counted, progress_bar
 
 MODEL = "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
@@ -51,11 +51,10 @@ class ModelExport:
         storage = LocalStorage(folder)
         left = iter(self.files)
         size = sum(file.size for file in self.files)
-        with progress_bar(f"writing {folder.name}", size, in_bytes=True, show=size > PROGRESS_MIN_BYTES) as advance:
+        with progress_bar(f"writing {folder.name}", size, in_bytes=True) as advance:
             try:
                 for file in left:
-                    self._write_file(storage, file)
-                    advance(file.size)
+                    self._write_file(storage, file, advance)
             except Exception:
                 finish_collectives(self._gather, ([file] for file in left))
                 raise
@@ -69,10 +68,10 @@ class ModelExport:
             for _ in file.pieces():
                 pass
 
-    def _write_file(self, storage: LocalStorage, file: FilePlan) -> None:
+    def _write_file(self, storage: LocalStorage, file: FilePlan, advance: Callable[[float], None]) -> None:
         pieces = file.pieces()
         try:
-            storage.write(file.path, pieces)
+            storage.write(file.path, counted(pieces, advance))
         except Exception:
             if self.shared:
                 finish_collectives(lambda piece: None, pieces)
@@ -102,7 +101,7 @@ def _about(part: ModelPart, state: Any) -> dict[str, Any]:
         return part.about(state)
     except Exception as error:  # raised by the code of the model
         raise UnsupportedError(
-            f"{part.key}: its configuration could not be read: {type(error).__name__}: {error}"
+            f"could not read the configuration of {part.key}: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -131,8 +130,8 @@ def _adapter_files(
     unknown = [key for key, inside in adapter["tensors"].items() if inside not in tensors]
     if unknown:
         raise UnsupportedError(
-            f"adapter {name!r} has tensors that are not in the model's state: {', '.join(unknown)}. "
-            "Save it with model.save_pretrained(...)."
+            f"the adapter {name!r} has tensors that are not in the model's state: {', '.join(unknown)}. "
+            "Save the adapter with model.save_pretrained(...)."
         )
     chosen = {key: tensors[inside] for key, inside in adapter["tensors"].items()}
     weights = plan_files(f"{folder}{ADAPTER}", chosen, {}, dtype=options.dtype)
@@ -179,8 +178,8 @@ def check_processors(**given: Processor | None) -> tuple[Processor, ...]:
     wrong = [f"{name}={value!r}" for name, value in given.items() if value is not None and not _is_processor(value)]
     if wrong:
         raise ConfigError(
-            f"{', '.join(wrong)}: give the object itself, which writes its files with save_pretrained, as "
-            "AutoTokenizer.from_pretrained(...) returns it."
+            f"{', '.join(wrong)}: give an object with save_pretrained, such as AutoTokenizer.from_pretrained(...) "
+            "returns."
         )
     return tuple(processor for processor in given.values() if processor is not None)
 
@@ -214,5 +213,5 @@ def _fields(path: str, beside: Mapping[str, Callable[[], bytes]]) -> dict[str, A
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}.") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds a {type(found).__name__}, and no configuration.")
+        raise ConfigError(f"{path} is not a configuration: it has a {type(found).__name__}, not a dict.")
     return found

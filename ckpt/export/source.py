@@ -30,7 +30,6 @@ from ckpt.formats.pieces import PiecedTensor, check_complete
 from ckpt.formats.registry import (
     ACCELERATE,
     ADAPTER,
-    CKPT,
     DCP,
     DEEPSPEED,
     HF,
@@ -39,14 +38,13 @@ from ckpt.formats.registry import (
     MEGATRON,
     OLD_WEIGHTS,
     PEFT,
-    ROOT,
     TORCH,
     TORCH_SUFFIXES,
     TRAINER,
 )
 from ckpt.ranks.consensus import MAIN
-from ckpt.root.catalog import locate, part_of, rank_of, read_manifest, scan
-from ckpt.root.folder import Folder, Place
+from ckpt.root.catalog import part_of, rank_of, read_manifest
+from ckpt.root.folder import Folder, OneCheckpoint, Place
 from ckpt.root.signing import BELIEVES_ALL, Trust
 from ckpt.root.verify import AuthenticFile, VerifiedFile, problems, size_problems
 from ckpt.shown import few
@@ -84,7 +82,8 @@ def warn_of_variants(where: str, names: Collection[str]) -> None:
     """Say which tensors several ranks have different values of."""
     if names:
         _log.warning(
-            "%s: ranks have different %s; those of rank 0 are used, or of the first rank that has them.",
+            "%s: ranks saved different values of %s, so ckpt takes those of rank 0, or of the first rank that has "
+            "them.",
             where, few(list(names), _FEW_NAMES),
         )  # fmt: skip
 
@@ -125,11 +124,9 @@ class TensorSource:
 
 
 @contextmanager
-def open_checkpoint(
-    source: str | os.PathLike[str], part: str, options: Mapping[str, Any] | None, trust: Trust
-) -> Iterator[TensorSource]:
-    """The tensors of a part of the one checkpoint at a path or URL."""
-    storage, (name,) = locate(source, options if "://" in os.fspath(source) else None)
+def open_checkpoint(checkpoint: OneCheckpoint, part: str, trust: Trust) -> Iterator[TensorSource]:
+    """The tensors of a part of a checkpoint of ours."""
+    storage, name = checkpoint.root, checkpoint.name
     with storage.lock(name, shared=True):  # retention of a running job must not remove what is being read
         manifest = trust.accepted(read_manifest(storage, name))
         ours = _of_part(manifest, part)
@@ -171,14 +168,14 @@ def _check_table(tensors: Mapping[str, PiecedTensor], table: ShardTable, where: 
     wrong += [alias for alias, first in table.aliases.items() if first not in tensors]
     if wrong:
         listed = ", ".join(sorted(wrong)[:_FEW])
-        raise DamagedError(f"{where} is damaged, because its files do not match its table of shards: {listed}.")
+        raise DamagedError(f"{where} is damaged: its files do not match its table of shards: {listed}.")
 
 
 def _state(storage: Storage, manifest: Manifest, part: str) -> Mapping[str, Any]:
     """The entry of a part in `state.json`: everything but its tensors."""
     record = next((file for file in manifest.files if file.name == STATE), None)
     if record is None:
-        raise DamagedError(f"{manifest.name} is damaged: it lists no {STATE}.")
+        raise DamagedError(f"{manifest.name} is damaged: its manifest does not list {STATE}.")
     file = VerifiedFile.of(storage, manifest.name, record, sha256=manifest.is_authentic)
     document = from_json(file.read_all(), file.stored.key)
     state: Mapping[str, Any] = parts_in(document, "parts", file.stored.key).get(part, {})
@@ -205,7 +202,7 @@ def _of_part(manifest: Manifest, part: str) -> Manifest:
     files = [file for file in named if part_of(file.name) == part or is_own_file(file.name, part)]
     if not files:
         known = ", ".join(sorted({part_of(file.name) for file in named})) or "none"
-        raise MissingError(f"{manifest.name} has no tensors of a part {part!r}. Parts with tensors: {known}.")
+        raise MissingError(f"{manifest.name} has no part {part!r} with tensors. Parts with tensors: {known}.")
     return replace(manifest, files=tuple(files))
 
 
@@ -220,26 +217,16 @@ def open_source(
     trust: Trust = BELIEVES_ALL,
     format: str | None = None,
 ) -> Iterator[TensorSource]:
-    """Open a part of the checkpoint, folder or file at a path or URL."""
+    """Open a part of the checkpoint, folder or file at a path or URL; of a root, of its newest checkpoint."""
     if not isinstance(part, str):
-        raise ConfigError(f"part={said(part)} must be the name of a part.")
+        raise ConfigError(f"part={said(part)} must be the name of a part, as text.")
     place = Place.at(source, options, format)
-    if place.format is ROOT:
-        raise choose_a_checkpoint(place)
-    if place.format is CKPT:
-        with open_checkpoint(source, part, options, trust) as opened:
+    if place.is_ours:
+        with open_checkpoint(place.checkpoint(trust).tell(), part, trust) as opened:
             yield opened
         return
     trust.refuse_unsigned(os.fspath(source))
     yield open_foreign(place, part)
-
-
-def choose_a_checkpoint(root: Place) -> ConfigError:
-    """The error for a root where one checkpoint is asked for."""
-    names = [found.name for found in scan(root.folder.storage)]  # the newest first
-    return ConfigError(
-        f"{root.where} holds {len(names)} checkpoints. Name one of them: {root.where}/{names[0] if names else '...'}."
-    )
 
 
 def open_foreign(place: Place, part: str) -> TensorSource:
@@ -250,7 +237,7 @@ def open_foreign(place: Place, part: str) -> TensorSource:
         return _OPENERS[place.format.name](place, part)
     tensors = open_installed(place.folder, part)
     if tensors is None:
-        raise ConfigError(f"{place.where} is not a format that ckpt reads. That would be {KNOWN}.")
+        raise ConfigError(f"ckpt can't read the format of {place.where}. It reads {KNOWN}.")
     return TensorSource(tensors)
 
 
@@ -276,7 +263,7 @@ def _torch_file(folder: Folder, path: str, part: str) -> TensorSource:
     found = saved.parts.get(part)
     tensors = {name: item for name, item in found.items() if isinstance(item, PiecedTensor)} if found else {}
     if found is None or not tensors:
-        raise MissingError(f"{where} has no tensors of a part {part!r}. Parts: {', '.join(saved.parts)}.")
+        raise MissingError(f"{where} has no part {part!r} with tensors. Parts: {', '.join(saved.parts)}.")
     _warn_of_others(where, sorted(str(name) for name in found if name not in tensors))
     prefix = saved.prefixes.get(part, "")
     return TensorSource(tensors, other_names={name: f"{prefix}{name}" for name in tensors if prefix})
@@ -294,7 +281,7 @@ def _of_accelerate(place: Place, part: str) -> TensorSource:
     found = saved.part(kind, int(number or numbers[0]))
     tensors = {name: item for name, item in found.items() if isinstance(item, PiecedTensor)}
     if not tensors:
-        raise MissingError(f"{folder.where} has no tensors by name in its part {part!r}.")
+        raise MissingError(f"the part {part!r} of {folder.where} has no tensors with names.")
     _warn_of_others(folder.where, sorted(str(name) for name in found if name not in tensors))
     return TensorSource(tensors)
 
@@ -304,13 +291,13 @@ def _of_trainer(place: Place, part: str) -> TensorSource:
     for inside in (DEEPSPEED, ACCELERATE, PEFT, HF):
         if inside.sign(place.folder.files):
             return open_foreign(replace(place, format=inside), part)
-    raise MissingError(f"{place.where} holds no model, only other files of a Trainer.")
+    raise MissingError(f"{place.where} has no model, only other files of a Trainer.")
 
 
 def _warn_of_others(where: str, others: list[str]) -> None:
     if others:
         few = f"{', '.join(others[:_FEW])}{', ...' if len(others) > _FEW else ''}"
-        _log.warning("%s: left out, because they are no tensors: %d objects (%s).", where, len(others), few)
+        _log.warning("%s: ckpt leaves out %d objects that are not tensors (%s).", where, len(others), few)
 
 
 def beside(found: Folder) -> dict[str, Callable[[], bytes]]:
@@ -336,7 +323,7 @@ def _weights(place: Place, part: str) -> TensorSource:
     tensors = tensors_at(folder, index)  # first: an index that is none of a model says nothing about two of them
     if whole in files and whole not in read_weight_map(folder.document(index), f"{folder.where}/{index}").values():
         raise ConfigError(
-            f"{folder.where} holds a model in shards, and another one in {whole}. Name the one to read: "
+            f"{folder.where} has a model in shards, and another one in {whole}. Name the one to read: "
             f"{folder.where}/{index} or {folder.where}/{whole}."
         )
     return TensorSource(tensors, beside=beside(folder))
@@ -344,14 +331,14 @@ def _weights(place: Place, part: str) -> TensorSource:
 
 def _require_model(place: Place, part: str) -> None:
     if part != "model":
-        raise MissingError(f"{place.where} has no part {part!r}: safetensors hold a model.")
+        raise MissingError(f"{place.where} has no part {part!r}: files of safetensors have only a model.")
 
 
 def _of_deepspeed(place: Place, part: str) -> TensorSource:
     save = deepspeed.save_in(place.folder)
     if part != "model":
         raise MissingError(
-            f"{save.where} has no tensors of a part {part!r}: of what DeepSpeed wrote, the model is read."
+            f"ckpt can't read the part {part!r} of {save.where}: from DeepSpeed's files it reads only the model."
         )
     return TensorSource(deepspeed.SavedEngine(save).model())
 
@@ -370,7 +357,7 @@ def _of_dcp(place: Place, part: str) -> TensorSource:
     names = unwrapped(chosen.tensors)
     folder.check(dcp.needed_files(chosen.tensors.values()))
     if chosen.others:
-        _log.warning("%s: left out, because they are no tensors: %s.", where, ", ".join(sorted(chosen.others)))
+        _log.warning("%s: ckpt leaves out what is not a tensor: %s.", where, ", ".join(sorted(chosen.others)))
     tensors = {names[name]: saved.pieced(name, folder.opened, where) for name, saved in chosen.tensors.items()}
     check_complete(tensors, where)
     return TensorSource(tensors)
@@ -384,7 +371,7 @@ def _chosen(contents: dcp.Contents, part: str, where: str) -> dcp.Contents:
     if contents.tensors and not contents.parts():
         return contents
     known = ", ".join(contents.parts()) or "none"
-    raise MissingError(f"{where} has no tensors of a part {part!r}. Parts with tensors: {known}.")
+    raise MissingError(f"{where} has no part {part!r} with tensors. Parts with tensors: {known}.")
 
 
 _OPENERS: dict[str, Callable[[Place, str], TensorSource]] = {

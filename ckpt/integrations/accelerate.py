@@ -107,23 +107,24 @@ class MainProcessSaves:
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST)
         raise RanksError(
-            f"rank 0 has not read the next batch, or waited for everyone, for {_PATIENCE:g} s. Look at its log: it may "
-            "have died. With main_process_saves=True every rank must go through the same prepared loaders."
+            f"for {_PATIENCE:g} s, rank 0 has neither read its next batch nor called wait_for_everyone(). Look at "
+            "rank 0's log: it may have died. With main_process_saves=True, every rank must iterate over the same "
+            "prepared loaders."
         )
 
     def _refuse_failed(self) -> NoReturn:
         raise RanksError(
             "a save on rank 0 failed before this rank could join it: see rank 0's error. With "
-            "main_process_saves=True every rank must go through the same prepared loaders."
+            "main_process_saves=True, every rank must iterate over the same prepared loaders."
         )
 
     def _require_same_place(self, theirs: list[Any]) -> None:
         mine = [self._met + 1, *self._place()]
         if theirs != mine:
             raise RanksError(
-                f"rank 0 called save_state() at a moment that this rank has passed (meeting, epoch, batch, step, step "
-                f"of the accelerator: {theirs} there, {mine} here), so the states would not match. Make the save the "
-                f"last call for a batch, or call it on every rank."
+                f"rank 0 called save_state() at a point that this rank has passed, so their states would not match. "
+                f"Meeting, epoch, batch, step and the accelerator's step: {theirs} on rank 0, {mine} here. Save after "
+                f"everything else that you do for a batch, or on every rank."
             )
 
 
@@ -222,9 +223,9 @@ class _Attached:
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> Path | str | None:
-        """Save everything. `output_dir` is the checkpoint's name, or its folder: in the root, or a local one elsewhere.
+        """Save everything. `output_dir` is a checkpoint's name, or a folder in the root or elsewhere on a local disk.
 
-        Returns None only if the save is skipped: `SaveOptions(when_busy="skip")`, `SaveOptions(on_nan="skip")`.
+        Returns None if `SaveOptions(when_busy="skip")` or `SaveOptions(on_nan="skip")` skips the save.
         """
         self._warn_of_unused({"safe_serialization": safe_serialization is False, **save_model_func_kwargs})
         given = None if output_dir is None else os.fspath(output_dir)
@@ -235,8 +236,8 @@ class _Attached:
                 return self._save(given)
         if not self._alone.join_next():
             raise RanksError(
-                f"save_state({given!r}) was called on this rank, but rank 0 went on without calling it. Call it only "
-                f"on the main process, or on every rank."
+                f"this rank called save_state({given!r}), but rank 0 went on without it. Call save_state() only on "
+                f"the main process, or on every rank."
             )
         return self._saved
 
@@ -289,10 +290,10 @@ class _Attached:
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
     ) -> None:
-        """Load a checkpoint by its name or its folder below the root; without `input_dir`, the newest intact one.
+        """Load a checkpoint by its name or its folder in the root. Without `input_dir`, load the newest intact one.
 
-        A folder anywhere else is one that was saved there, or that Accelerate itself saved. In place of one in the root
-        whose save was cut off, the newest intact one is loaded, which is said.
+        You can also name a folder elsewhere that `save_state` or Accelerate itself wrote. If a crash cut off the save
+        of a checkpoint in the root, ckpt warns and loads the newest intact one instead.
         """
         self._warn_of_unused({**(load_kwargs or {}), **load_model_func_kwargs})
         name = None if input_dir is None else self._name_or_path(input_dir)
@@ -323,8 +324,8 @@ class _Attached:
         restored, step = session.restored, session.loop.progress.step
         if restored is not None and session.ranks.rank == MAIN:
             _log.warning(
-                "%s was never committed: %s, the newest intact checkpoint, was loaded instead. Your script is at step "
-                "%d now, whatever it takes from the name.", name, restored.name, step,
+                "%s was never committed, so ckpt loaded the newest intact checkpoint, %s. Training is now at step %d, "
+                "even if your script reads another step from the name.", name, restored.name, step,
             )  # fmt: skip
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
@@ -334,10 +335,10 @@ class _Attached:
             return type(self.accelerator).skip_first_batches(self.accelerator, dataloader, num_batches)
         done = loop.saved_batches(dataloader)
         loop.skip(dataloader, num_batches if done is None else None)
-        if done not in (None, num_batches):
+        if done not in (None, num_batches) and self._manager.session.ranks.rank == MAIN:
             _log.warning(
-                "skip_first_batches(%d): by the checkpoint %d batches of this loader are done, and those are skipped.",
-                num_batches, done,
+                "skip_first_batches(%d): the checkpoint says that %d batches of this loader are done, so ckpt skips "
+                "those.", num_batches, done,
             )  # fmt: skip
         return dataloader
 

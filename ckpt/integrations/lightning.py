@@ -1,5 +1,5 @@
-"""Lightning: a plugin through which Trainer and Fabric save and load, callbacks for the random generators and
-the order of the data, and for snapshots in host memory between checkpoints.
+"""Lightning: a plugin through which Trainer and Fabric save and load, and a callback for the random generators and
+the order of the data.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,15 +22,11 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from ckpt.compat.lightning import begin_data
 from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError, DamagedError, UnsupportedError
-from ckpt.formats.checkpoint_name import check_name, name_of_step
+from ckpt.formats.checkpoint_name import check_name
 from ckpt.formats.native.documents import decode_inline, encode_inline
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.reader import CheckpointReader
-from ckpt.load.select import Choice, Selection, choose
-from ckpt.memory.place import SLOTS, MemoryPlace
-from ckpt.memory.session_tier import build_tier, find_snapshots
-from ckpt.memory.slot_storage import slot_storage
-from ckpt.memory.tier import MemoryTier
+from ckpt.load.select import Selection, choose
 from ckpt.ranks.consensus import MAIN, Ranks, SingleProcess
 from ckpt.ranks.find import find_ranks
 from ckpt.root.verify import problems
@@ -98,9 +93,9 @@ def warn_of_unknown_order(trainer: Trainer) -> None:
     wrapped = any(isinstance(sampler, DistributedSamplerWrapper) for sampler in samplers)
     if wrapped and trainer.is_global_zero:
         _log.warning(
-            "if resumed mid-epoch, this fit would see the data in another order: Lightning divides a sampler's "
-            "samples among the ranks, and saves the position, but not the order. Give the loader a sampler whose "
-            "order depends on seed and epoch: sampler=torch.utils.data.DistributedSampler(dataset).",
+            "a resume in mid-epoch would see the data in another order: Lightning divides a sampler's samples among "
+            "the ranks and saves the position, but not the order. Give the loader a sampler whose order depends on "
+            "seed and epoch: sampler=torch.utils.data.DistributedSampler(dataset).",
         )
 
 
@@ -132,7 +127,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
 
         Fabric(plugins=[CkptIO()])
 
-    A checkpoint is a folder at the path that Lightning gives, with `model.safetensors` and JSON: `ckpt ls` and
+    Each checkpoint is a folder at the path that Lightning chooses, with `model.safetensors` and JSON. `ckpt ls` and
     `ckpt verify` accept it.
 
     Args:
@@ -143,7 +138,6 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         self._background = background
         self._savers: dict[str, Saver] = {}
         self._to_remove: list[str] = []  # checkpoints to remove once their replacement is committed
-        self.take: Callable[[dict[str, Any]], None] | None = None  # is given the next checkpoint, which is not written
 
     @staticmethod
     def newest(folder: str | os.PathLike[str]) -> str | None:
@@ -165,10 +159,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
     ) -> None:
         """Capture the state and write it. An error of the previous save is raised here."""
         if storage_options is not None:
-            raise ConfigError("CkptIO takes no storage_options: the path says where a checkpoint goes.")
-        if self.take is not None:
-            self.take(checkpoint)
-            return
+            raise ConfigError("CkptIO takes no storage_options: checkpoints go to the path that Lightning gives.")
         root, name = _split_path(path)
         self._finish_saves()
         request = request_of(check_name(name), checkpoint)
@@ -181,8 +172,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         """The checkpoint as it was given to `save_checkpoint`. No pickle is involved, whatever `weights_only` says."""
         root, name = _split_path(path)
         self._finish_saves()
-        memory, place = _memory_at(root), _allocator(map_location)
-        storage = open_storage(root) if memory is None else slot_storage(memory)
+        storage, place = open_storage(root), _allocator(map_location)
         with ExitStack() as held:
             choice = choose(
                 Selection(
@@ -194,8 +184,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
                 held,
             )
         assert choice is not None  # with a name, a missing checkpoint is an error
-        if memory is None:  # otherwise CkptMemory has the folder's saver continue from it
-            self.saver_of(storage).root.follow(choice.manifest, ())
+        self.saver_of(storage).root.follow(choice.manifest, ())
         return choice.ready
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -234,8 +223,9 @@ class CkptGenerators(Callback):  # type: ignore[misc]
 
         Trainer(plugins=[CkptIO()], callbacks=[ModelCheckpoint("checkpoints"), CkptGenerators()])
 
-    To resume exactly within an epoch, use a loader with a `state_dict`, such as torchdata's `StatefulDataLoader`, and
-    on several ranks a `DistributedSampler` in it; otherwise ckpt warns and names the loader.
+    To resume exactly within an epoch, use a loader with a `state_dict`, such as torchdata's `StatefulDataLoader`. On
+    several ranks, give this loader a `DistributedSampler`. If a loader can't resume exactly, ckpt names it in a
+    warning.
 
     Args:
         timeout: Seconds to wait for a rank that gives no sign of life.
@@ -358,119 +348,7 @@ def _split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
     return root or "/", name
 
 
-def _memory_at(root: str) -> MemoryPlace | None:
-    """The memory of a run that a folder of checkpoints belongs to; None if it is no such folder."""
-    return MemoryPlace.open(Path(root).parent) if Path(root).name == SLOTS else None
-
-
 def verify(storage: Storage, manifest: Manifest) -> None:
-    """Raise if a checkpoint is damaged."""
+    """Raise an error if a checkpoint is damaged."""
     if wrong := problems(storage, manifest, show=True):
         raise DamagedError(f"{manifest.name} is damaged: {'; '.join(wrong)}.")
-
-
-class CkptMemory(Callback):  # type: ignore[misc]
-    """Copies the state into host memory every few steps: a restart on the same machine loses at most that many.
-
-        memory = CkptMemory("checkpoints", every=10)        # the folder of the ModelCheckpoint
-        callbacks = [ModelCheckpoint("checkpoints"), CkptGenerators(), memory]
-        Trainer(plugins=[CkptIO()], callbacks=callbacks).fit(model, ckpt_path=memory.newest())
-
-    The ranks must be on one host, because Lightning's first rank writes its checkpoints.
-
-    Args:
-        folder: The folder of the ModelCheckpoint.
-        every: Steps between snapshots.
-        rescue: If nobody restarts the run, save the newest snapshot to the folder.
-
-    Raises:
-        ConfigError: `every` is not a number of steps.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], *, every: int, rescue: bool = False) -> None:
-        if every < 1:
-            raise ConfigError(f"CkptMemory: every={every!r} must be a number of steps, 1 or more.")
-        self._storage = open_storage(folder)
-        self._options: dict[str, Any] = {"every": every, "storage_options": None, "rescue": rescue, "replicas": 0}
-        self._chosen: Manifest | None = None  # the snapshot in memory that training continues from
-        self.tier: MemoryTier | None = None  # on the first rank, while it trains
-
-    def newest(self) -> str | None:
-        """Return the path of the newest intact snapshot or checkpoint, every byte verified; None if neither exists."""
-        tier = self._build(Saver(RootWriter(self._storage, SingleProcess())))
-        with ExitStack() as held:
-            held.callback(lambda: tier.close(keep=True))
-            choice: Choice[None] | None = choose(
-                Selection(
-                    tiers=(self._storage,),
-                    ranks=SingleProcess(),
-                    prepare=lambda candidate: verify(candidate.storage, candidate.manifest),
-                    memory=find_snapshots(tier),
-                ),
-                held,
-            )
-        self._chosen = choice.manifest if choice is not None and choice.in_memory else None
-        return choice.url if choice is not None else None
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _refuse_hosts(trainer)
-        if not isinstance(trainer.strategy.checkpoint_io, CkptIO):
-            raise ConfigError("CkptMemory needs the plugin that saves the checkpoints: Trainer(plugins=[CkptIO()]).")
-        if trainer.is_global_zero:
-            self.tier = self._take_over(trainer.strategy.checkpoint_io.saver_of(self._storage))
-
-    def on_train_batch_end(self, trainer: Trainer, *others: Any) -> None:
-        step = trainer.global_step
-        if self.tier is not None:
-            self.tier.stepped(step)
-        if step and step % self._options["every"] == 0:
-            self._take(trainer, step)
-
-    def _take(self, trainer: Trainer, step: int) -> None:
-        """Let Lightning make a checkpoint, on every rank, and take it into memory where the plugin would write it."""
-
-        def take(checkpoint: dict[str, Any]) -> None:
-            if self.tier is not None and self.tier.is_due(step):
-                with advised():
-                    self.tier.save(request_of(name_of_step(step), checkpoint), step)
-
-        plugin: CkptIO = trainer.strategy.checkpoint_io
-        plugin.take = take
-        try:
-            trainer.save_checkpoint(name_of_step(step), weights_only=False)
-        finally:
-            plugin.take = None
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._close(keep=True)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._close(keep=False)
-
-    def _close(self, *, keep: bool) -> None:
-        tier, self.tier = self.tier, None
-        if tier is not None:
-            tier.close(keep=keep)
-
-    def _build(self, saver: Saver) -> MemoryTier:
-        tier = build_tier(saver, **self._options)
-        assert tier is not None
-        return tier
-
-    def _take_over(self, saver: Saver) -> MemoryTier:
-        """The tier of this run, which continues from what is in memory or has it removed with its first snapshot."""
-        tier = self._build(saver)
-        tier.find()
-        chosen, self._chosen = self._chosen, None
-        if chosen is not None:
-            saver.root.follow(chosen, (), tier=-1)
-        tier.loaded([] if chosen is not None else None)
-        return tier
-
-
-def _refuse_hosts(trainer: Trainer) -> None:
-    if trainer.num_nodes > 1 or int(os.environ.get("LOCAL_WORLD_SIZE", trainer.world_size)) < trainer.world_size:
-        raise ConfigError(
-            "CkptMemory: the ranks are on several hosts, and only the first has Lightning's checkpoints in its memory. "
-            "Leave it out, or write the loop with StateManager(memory=ckpt.Memory(replicas=1))."
-        )

@@ -91,7 +91,7 @@ def _current_run() -> Any:
     import wandb as library
 
     if library.run is None:
-        raise RuntimeError("no run of Weights & Biases is active: call wandb.init, or give the run")
+        raise RuntimeError("no run of Weights & Biases is active. Call wandb.init first, or pass the run")
     return library.run
 
 

@@ -69,9 +69,10 @@ class TrainerData:
         if not self.is_followed and not self._warned:
             self._warned = True
             _log.warning(
-                "the training data of this Trainer is a %s, which ckpt can't follow: after a resume the Trainer "
-                "counts its batches, and random numbers from the global generators differ for the rest of the epoch. "
-                "Return a DataLoader from get_train_dataloader.",
+                "the training data of this Trainer is a %s, which ckpt can't follow. After a resume, the Trainer "
+                "counts batches to find its place, and random numbers from the global generators differ for the rest "
+                "of the "
+                "epoch. Return a DataLoader from get_train_dataloader.",
                 type(self._loader).__name__,
             )
 

@@ -30,9 +30,9 @@ class TrainerPush:
         self._left_out = False
         if args.push_to_hub and args.hub_strategy in _WITH_CHECKPOINTS:
             raise ConfigError(
-                f"hub_strategy={args.hub_strategy.value!r} pushes what a run resumes from in Trainer's own files, "
-                "which CkptCallback does not write. Use hub_strategy='every_save', which pushes the model; for "
-                "checkpoints on the Hub, CkptCallback('hub://user/name')."
+                f"hub_strategy={args.hub_strategy.value!r} pushes Trainer's own checkpoint files, which CkptCallback "
+                "does not write. To push the model, use hub_strategy='every_save'. For checkpoints on the Hub, use "
+                "CkptCallback('hub://user/name')."
             )
         if self._is_on:
             require_client()
@@ -92,4 +92,4 @@ class TrainerPush:
     def _report(self, manager: StateManager, error: CkptError) -> None:
         self._left_out = True
         if manager.session.ranks.rank == MAIN:
-            _log.warning("the model was not pushed to the Hub, and training continues: %s", error)
+            _log.warning("ckpt could not push the model to the Hub; training continues: %s", error)

@@ -56,7 +56,9 @@ class ResumeSource:
             _refuse_to_overtake(self._storage, self._ranks())
             if resume is not True:
                 self._refuse_to_leave_snapshots()
-            return _last_of_trainer(output_dir) if resume is True else resume
+            found = _last_of_trainer(output_dir) if resume is True else resume
+            self._refuse_untrusted(found)
+            return found
         folder = stack.enter_context(TemporaryDirectory(prefix="ckpt-"))
         _write_files(Path(folder), choice.ready.get("files", {}), choice.manifest.name)
         TrainerState(**choice.ready["state"]).save_to_json(str(Path(folder, STATE_FILE)))
@@ -73,7 +75,9 @@ class ResumeSource:
         root, _, name = resume.rstrip("/").rpartition("/")
         options = self._options.storage_options
         if root and place_of(open_url(root, options)) != place_of(self._storage):
-            raise ConfigError(f"{resume} is no checkpoint in {self._storage.url}, and none that a Trainer wrote.")
+            raise ConfigError(
+                f"{resume} is neither a checkpoint in {self._storage.url} nor a folder that a Trainer wrote."
+            )
         return name
 
     def _find(self, name: str | None) -> Choice[dict[str, Any]] | None:
@@ -110,9 +114,21 @@ class ResumeSource:
         there = decide_together(ranks, "train() (memory)", mine, lambda each: sorted({*chain(*each)}))
         if there:
             raise ConfigError(
-                f"a run of {self._storage.url} has left {there[-1]} in memory, but this run starts from scratch. Call "
-                f"train(resume_from_checkpoint=True), or remove what is there: ckpt memory clear {self._storage.url}"
+                f"an earlier run of {self._storage.url} has left {there[-1]} in memory, but this run starts from "
+                "scratch. Call train(resume_from_checkpoint=True), or remove the snapshots: ckpt memory clear "
+                f"{self._storage.url}"
             )
+
+    def _refuse_untrusted(self, found: str | bool | None) -> None:
+        """Refuse a fresh start in place of a run that is known, and a Trainer's own folder, which nobody has signed."""
+
+        def refuse() -> None:
+            if self._trust.head is not None:
+                self._trust.head.refuse_other("", self._storage.url)
+            if isinstance(found, str):
+                self._trust.refuse_unsigned(found)
+
+        run_on_all_ranks(self._ranks(), "train()", refuse)
 
     def _ranks(self) -> Ranks:
         return find_ranks(self._storage.url, **self._options.ranks.meeting)
@@ -149,8 +165,8 @@ def _verified_state(storage: Storage, ranks: Ranks, manifest: Manifest) -> dict[
     reader: CheckpointReader = run_on_all_ranks(ranks, call, lambda: CheckpointReader(storage, manifest, ranks.rank))
     if not reader.has(PART):
         raise MismatchError(
-            f"{manifest.name} has no {PART}: no Trainer saved it. Load it with StateManager, or give CkptCallback "
-            "another root."
+            f"{manifest.name} has no {PART}: no Trainer saved it. Load the checkpoint with StateManager, or give "
+            "CkptCallback another root."
         )
     part: dict[str, Any] = reader.tree(PART)
     return part
@@ -158,7 +174,7 @@ def _verified_state(storage: Storage, ranks: Ranks, manifest: Manifest) -> dict[
 
 def _write_files(folder: Path, files: Any, name: str) -> None:
     if not is_mapping(lambda data: isinstance(data, bytes))(files) or not all(map(is_relative, files)):
-        raise DamagedError(f"{name} is damaged: the files of its Trainer are no names with bytes.")
+        raise DamagedError(f"{name} is damaged: its list of the Trainer's files is not valid.")
     for path, data in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(data)

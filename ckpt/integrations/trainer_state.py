@@ -182,7 +182,8 @@ def insert_methods(
     such methods, which find them under that name. No other trainer of the process changes.
     """
     own = type(trainer)
-    _warn_of_uncalled(own, methods)
+    if trainer.args.process_index == 0:
+        _warn_of_uncalled(own, methods)
     members: dict[str, Any] = {name: _calling(method, functions) for name, method in _callers(functions).items()}
     members |= {name: _without_self(method) for name, method in methods.items()}
     inserted = type("CkptTrainer", (Trainer,), members)
@@ -197,9 +198,9 @@ def _callers(functions: Mapping[str, Any]) -> dict[str, FunctionType]:
     uncalled = functions.keys() - {name for method in found.values() for name in method.__code__.co_names}
     if uncalled:
         raise ConfigError(
-            f"no method of the Trainer of transformers {transformers.__version__} calls {', '.join(sorted(uncalled))}, "
-            "so CkptCallback can't skip to its place in the data. It works with 4.56 and newer, and was tried up to "
-            "5.22."
+            f"the Trainer of transformers {transformers.__version__} does not call {', '.join(sorted(uncalled))}, so "
+            "CkptCallback can't skip to its place in the data. CkptCallback works with transformers 4.56 and newer, "
+            "and is tested up to 5.22."
         )
     return found
 
@@ -226,7 +227,7 @@ def _warn_of_uncalled(own: type[Trainer], methods: Mapping[str, Callable[..., An
     uncalled = sorted(name for name in private if hasattr(Trainer, name) and _is_overridden(own, name))
     if uncalled:
         _log.warning(
-            "%s overrides %s. The Trainer calls that for its own checkpoints, and ckpt does not. Keep what it adds in "
+            "%s overrides %s, which the Trainer calls for its own checkpoints, but ckpt never calls. Move your code to "
             "_save_checkpoint and _load_optimizer_and_scheduler, which ckpt calls.", own.__name__, ", ".join(uncalled),
         )  # fmt: skip
 
@@ -259,8 +260,8 @@ class OverriddenSave:
         SAVE.of(self._own)(trainer, trainer.model_wrapped, None)
         if not self._reached_trainer:
             raise ConfigError(
-                f"{name} does not call super()._save_checkpoint(model, trial), so ckpt can't know what it saves "
-                f"instead. Call it there, or train without CkptCallback."
+                f"{name} does not call super()._save_checkpoint(model, trial), so ckpt can't know what it saves. Call "
+                f"super() in that method, or train without CkptCallback."
             )
         written = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
         decide_together(ranks, f"{name} (files)", Result(written), lambda each: self._read(name, folder, each))
@@ -270,16 +271,17 @@ class OverriddenSave:
         elsewhere = sorted({path for paths in written for path in paths} - set(written[0]))
         if elsewhere:
             raise ConfigError(
-                f"{name} wrote {', '.join(elsewhere)} on a host whose {folder} the main process does not see, so these "
-                "files would be missing after a resume. Write them on the main process, or to a shared output_dir."
+                f"{name} wrote {', '.join(elsewhere)} to {folder} on another host, where the main process can't see "
+                "them, so a resume would lack these files. Write the files on the main process, or to a shared "
+                "output_dir."
             )
         sizes = {path: (folder / path).stat().st_size for path in written[0]}
         if sum(sizes.values()) > _MOST_BYTES:
             largest = max(sizes, key=lambda path: sizes[path])
             raise ConfigError(
-                f"{name} wrote {format_size(sum(sizes.values()))} into {folder} (most of it: {largest}). CkptCallback "
-                f"keeps up to {format_size(_MOST_BYTES)} of these files. Make large tensors parameters or buffers of "
-                "the model, which ckpt saves."
+                f"{name} wrote {format_size(sum(sizes.values()))} into {folder} (most of it: {largest}), but "
+                f"CkptCallback keeps at most {format_size(_MOST_BYTES)} of such files. Make large tensors parameters "
+                "or buffers of the model, which ckpt saves."
             )
         self.files = {path: (folder / path).read_bytes() for path in written[0]}
 
@@ -288,8 +290,8 @@ def _empty(folder: Path) -> None:
     """Remove what a save that was killed has left. A checkpoint that a Trainer itself wrote is not touched."""
     if (folder / STATE_FILE).exists():
         raise ConfigError(
-            f"{folder} is a checkpoint of a Trainer without ckpt, and this run would overwrite its files. Choose "
-            "another output_dir, or move it away."
+            f"a Trainer without ckpt wrote the checkpoint {folder}, and this run would overwrite its files. Choose "
+            "another output_dir, or move the folder away."
         )
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -91,8 +91,8 @@ def refuse_foreign_options(options: Mapping[str, Any]) -> None:
     taken = {*names_of(ManagerOptions)} - _DECIDED_ELSEWHERE
     if decided := sorted(options.keys() & _DECIDED_ELSEWHERE):
         raise ConfigError(
-            f"CkptCallback has no option {', '.join(decided)}. It takes {', '.join(sorted(taken))}; set everything "
-            f"else in the Trainer and its TrainingArguments."
+            f"CkptCallback has no option {', '.join(decided)}. Its options are {', '.join(sorted(taken))}. Set "
+            f"everything else in the Trainer and its TrainingArguments."
         )
     refuse_unknown("CkptCallback", options, taken, inside())
 
@@ -100,14 +100,14 @@ def refuse_foreign_options(options: Mapping[str, Any]) -> None:
 def refuse_unsupported(trainer: Trainer, methods: Collection[str]) -> None:
     if trainer.is_deepspeed_enabled and trainer.args.save_only_model:
         raise ConfigError(
-            "save_only_model=True with DeepSpeed: CkptCallback always saves the complete engine. Leave it out, and "
-            "take the model from a checkpoint with `ckpt merge`."
+            "save_only_model=True has no effect with DeepSpeed, because CkptCallback always saves the complete engine. "
+            "Leave out save_only_model, and get the model from a checkpoint with `ckpt merge`."
         )
     missing = [name for name in methods if not hasattr(trainer, name)]
     if missing:
         raise ConfigError(
             f"the Trainer of transformers {transformers.__version__} has no {', '.join(missing)}. CkptCallback works "
-            "with 4.56 and newer, and was tried up to 5.22."
+            "with transformers 4.56 and newer, and is tested up to 5.22."
         )
 
 
@@ -117,11 +117,11 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         trainer = CkptCallback("runs/mrpc").attach(Trainer(model, args, train_dataset=data))
         trainer.train(resume_from_checkpoint=True)      # the newest intact checkpoint, or a fresh start
 
-    When to save and what to keep is set by the Trainer's arguments as usual: `save_strategy`, `save_steps`,
+    The Trainer's arguments decide as usual when to save and what to keep: `save_strategy`, `save_steps`,
     `save_total_limit`, `load_best_model_at_end`. The Trainer writes no checkpoints of its own.
 
     `resume_from_checkpoint` may also be the name of a checkpoint, or a folder that a Trainer without this callback
-    wrote. As long as the root has no checkpoint, True means the last of those folders in `output_dir`.
+    wrote. If the root has no checkpoint yet, `resume_from_checkpoint=True` loads the last such folder in `output_dir`.
 
     Args:
         root: The place for the checkpoints: a path, a URL or a storage.
@@ -187,8 +187,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             self._open().resume()
         elif self._manager is None:
             raise ConfigError(
-                f"{type(self._trainer).__name__}._load_optimizer_and_scheduler does not call super(), so nothing of "
-                f"{self._source.name} was loaded. Call super()._load_optimizer_and_scheduler(checkpoint) there."
+                f"{type(self._trainer).__name__}._load_optimizer_and_scheduler does not call super(), so ckpt could "
+                f"not load {self._source.name}. Call super()._load_optimizer_and_scheduler(checkpoint) in your method."
             )
         assert self._data is not None
         self._data.begin()
@@ -214,6 +214,17 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         elif self._manager.session.due.schedule.is_due(state.global_step):  # SIGUSR1
             control.should_save = True
 
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if self._manager is not None and (curves := self._manager.session.state.curves) is not None:
+            curves.note(state.global_step, logs or {})
+
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -224,7 +235,9 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, *others: Any, **named: Any
     ) -> TrainOutput:
         if trial is not None:
-            raise ConfigError("CkptCallback saves one run, and a hyperparameter search is many. Search without it.")
+            raise ConfigError(
+                "CkptCallback saves a single run, but a hyperparameter search has many. Search without CkptCallback."
+            )
         self._told_to_stop = self._rng_is_due = False
         with ExitStack() as stack:
             stack.push(self._close)
@@ -294,7 +307,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         part.files = self._override.files
         trainer.store_flos()
         part.gather()
-        if self._data is not None:
+        if self._data is not None and trainer.args.process_index == 0:
             self._data.warn_unfollowed()
         manager.progress.step = trainer.state.global_step
         return manager
@@ -354,7 +367,9 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         restored = manager.resume() if self._source.in_memory else manager.load_state(self._source.name)
         rng.restore(before)
         if restored is None or restored.name != self._source.name:
-            raise MissingError(f"{self._source.name} was removed while it was being loaded. Start the training again.")
+            raise MissingError(
+                f"another process removed {self._source.name} while ckpt loaded it. Start the training again."
+            )
         assert self._part is not None
         assert self._data is not None
         self._data.resumes(same_steps=self._part.has_same_steps)

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ def _damage_named(where: str, what: str) -> Iterator[None]:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise DamagedError(
-            f"{where} does not hold the state of {what}: {type(error).__name__}: {error}. Load another save."
+            f"{where} is not the state of {what} ({type(error).__name__}: {error}). Load another save."
         ) from error
 
 
@@ -185,8 +186,8 @@ def foreign_names(storage: Storage) -> list[str]:
     found = sorted(name for name, inside in files.items() if ACCELERATE.name in claims(inside))
     if len({split_name(name)[0] for name in found}) > 1:
         raise ConfigError(
-            f"{storage.url} holds saves of Accelerate, {', '.join(found)}, and their names don't say which is the "
-            f"newest. Say which: load_state({found[-1]!r})."
+            f"{storage.url} has saves of Accelerate ({', '.join(found)}), but their names don't show which is the "
+            f"newest. Name one: load_state({found[-1]!r})."
         )
     return sorted(found, key=lambda name: split_name(name)[1] or 0, reverse=True)
 
@@ -255,7 +256,8 @@ class _AccelerateReader(CheckpointReader):
     def _open(self, key: str) -> PartTensors:
         return _ForeignTensors(self._foreign.parts[key], self._asked.append)
 
-    def _read(self, transfers: list[Any], how: Callable[..., None]) -> None:
+    def _read(self, batches: list[list[Any]], how: Callable[..., None]) -> None:
+        transfers = [*chain(*batches)]
         with self._bar("loading", transfers) as advance, torch.no_grad():
             for deferred in transfers:
                 deferred.read()

@@ -24,7 +24,7 @@ from ckpt.errors import AbsentError, CkptError, DeniedError, RanksError, Storage
 from ckpt.formats.native.manifest import digest
 from ckpt.formats.tensors import Transfer, host_bytes
 from ckpt.ranks import hosts
-from ckpt.ranks.consensus import FollowingError, Ranks, Result, decide_together
+from ckpt.ranks.consensus import FollowingError, Ranks
 from ckpt.ranks.store_and_heartbeats import LivenessWatch, format_ranks
 from ckpt.root.verify import VerifiedFile
 
@@ -99,7 +99,7 @@ class BroadcastGroup:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             dist.destroy_process_group(group)
         except Exception as error:
-            _log.warning("the process group for broadcast reads could not be destroyed: %s", error)
+            _log.debug("ckpt could not destroy the process group for broadcast reads: %s", error)
         self._pending = None
 
     @property
@@ -113,16 +113,14 @@ class BroadcastGroup:
         failed = {rank: why for rank, why in ended.items() if why}
         if failed:
             listed = "; ".join(f"rank {rank}: {why}" for rank, why in failed.items())
-            raise FollowingError(f"the ranks of this host gave up reading together. {listed}")
+            raise FollowingError(f"the ranks of this host stopped reading the checkpoint together. {listed}")
         if ended and late:
-            raise FollowingError(
-                f"{format_ranks(sorted(ended))} did not read the same bytes in the same order as this rank."
-            )
+            raise FollowingError(f"{format_ranks(sorted(ended))} read other bytes than this rank, or in another order.")
         silent = self._ranks.silent([rank for rank in others if rank not in ended], watched)
         if silent:
             raise RanksError(
-                f"{format_ranks(silent)} gave no sign of life for {self._ranks.timeout:g} s while the ranks of this "
-                "host read a checkpoint together: stopped, dead, or overloaded. Look at their logs, and start the job "
+                f"while the ranks of this host read a checkpoint together, {format_ranks(silent)} gave no sign of life "
+                f"for {self._ranks.timeout:g} s: stopped, dead, or overloaded. Look at the logs, and start the job "
                 "again."
             )
 
@@ -134,7 +132,9 @@ def _has_ended(work: dist.Work, within: timedelta) -> bool:
     except RuntimeError as error:
         if not work.is_completed():
             return False
-        raise FollowingError(f"a rank of this host left while it was reading for others ({error}).") from error
+        raise FollowingError(
+            f"a rank of this host ended while it read the checkpoint for the others ({error})."
+        ) from error
     return True
 
 
@@ -203,15 +203,14 @@ class _BroadcastFile(VerifiedFile):
             buffer[:], view = view[: len(buffer)], view[len(buffer) :]
 
 
-@contextmanager
-def planned_broadcasts(ranks: Ranks, call: str, *phases: list[Transfer]) -> Iterator[Broadcasts]:
-    """Plan what the ranks of each host read for each other. Every rank makes this call.
+def described_reads(*phases: list[Transfer]) -> RankReads:
+    """What this rank reads: the transfers, in the order in which they will be read."""
+    return {"host": hosts.host_name(), "files": _described(phases)}
 
-    `phases` are the transfers in the order in which they will be read. A file of which ranks want different bytes, or
-    the same bytes in different phases, is read by each rank for itself: its broadcasts would not match.
-    """
-    wanted: RankReads = {"host": hosts.host_name(), "files": _described(phases)}
-    plan: list[HostPlan] = decide_together(ranks, call, Result(wanted), _plan)
+
+@contextmanager
+def planned_broadcasts(ranks: Ranks, plan: list[HostPlan]) -> Iterator[Broadcasts]:
+    """The broadcasts of this rank's host, as `plan_reads` has planned them. Every rank makes this call."""
     readers = next((host["files"] for host in plan if ranks.rank in host["ranks"]), {})
     group = _make_group(ranks, plan)
     try:
@@ -245,8 +244,12 @@ def _described(phases: Sequence[list[Transfer]]) -> dict[str, str]:
     return {key: digest(repr(found).encode()) for key, found in spans.items()}
 
 
-def _plan(wanted: list[RankReads]) -> list[HostPlan]:
-    """On the main rank: for each host its ranks, and the files of which all of them want the same bytes."""
+def plan_reads(wanted: list[RankReads]) -> list[HostPlan]:
+    """On the main rank: for each host its ranks, and the files of which all of them want the same bytes.
+
+    A file of which ranks want different bytes, or the same bytes in different phases, is read by each rank for itself:
+    its broadcasts would not match.
+    """
     plan: list[HostPlan] = []
     for name in sorted({rank["host"] for rank in wanted}):
         ranks = [number for number, rank in enumerate(wanted) if rank["host"] == name]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ckpt.data.loop import Loop
@@ -17,7 +19,7 @@ from ckpt.formats.checks import damage_reported
 from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.registry import ACCELERATE, CKPT, claims
 from ckpt.load.reader import CheckpointReader
-from ckpt.load.restore import Restoration, RestoreRequest, rewinder
+from ckpt.load.restore import Restoration, RestoreRequest, Restoring, rewinder
 from ckpt.load.select import Candidate, Choice, MemoryTier, Selection, choose
 from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together, run_on_all_ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
@@ -32,7 +34,7 @@ from ckpt.state.parts import Notes
 from ckpt.state.registry import StateRegistry
 from ckpt.storage import LocalStorage, Storage, place_of
 from ckpt.storage.local.storage import OneFolder
-from ckpt.util.console import html_table
+from ckpt.util.console import html_table, say
 from ckpt.util.threads import gc_paused
 
 _log = logging.getLogger("ckpt")
@@ -40,7 +42,7 @@ _log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What a load restored, approximated and left out, and from where.
+    """Lists what a load restored, approximated and left out, and from which checkpoint.
 
     Attributes:
         name: The checkpoint's name.
@@ -87,15 +89,17 @@ class Restored:
         return Lines.of([*self._restored_lines(), *self._inexact_lines()])
 
     def report(self) -> None:
-        """Log it: what was restored as progress, what is not as it was as a warning."""
-        _log.info("%s", Lines.of(self._restored_lines()))
+        """Log it: where the run continues as progress, what is not as it was as a warning."""
+        where, *what = self._restored_lines()
+        say(where)
+        _log.debug("%s", Lines.of(what))
         inexact = self._inexact_lines()
         if inexact:
             _log.warning("%s", Lines.of([f"not everything is as it was when {self.name} was saved:", *inexact]))
 
     def _restored_lines(self) -> list[str]:
         at = self.progress
-        position = f"epoch {at.epoch}, batch {at.batch}, {at.samples} samples"
+        position = f"epoch {at.epoch}, batch {at.batch}"
         lines = [f"resumed from {self.url}: step {at.step}, {position}"]
         if self.from_memory:
             has = "no checkpoint" if self.root_step is None else f"step {self.root_step:,}"
@@ -185,8 +189,8 @@ class Locations:
         if kind != _THEIRS:
             raise ConfigError(
                 f"{name!r} cannot name a checkpoint in {self.tiers[0].url}, and is not a folder that "
-                "Accelerate saved. Give a plain name; for a checkpoint of ckpt in another root, give StateManager that "
-                "root."
+                "Accelerate saved. Give a plain name. To load a checkpoint of ckpt from another root, give that root "
+                "to StateManager."
             )
         return Locations((folder,)), ROOT_ITSELF
 
@@ -235,11 +239,21 @@ class StateLoader:
     trust: Trust = field(default_factory=Trust)
     half_loaded: str | None = field(default=None, init=False)
 
-    def load(self, name: str | None, *, strict: bool, verify_before_overwrite: bool) -> Restored | None:
-        """Load the checkpoint by that name, or the newest intact one; None if there is none. No save may be running.
+    def load(
+        self,
+        name: str | None,
+        *,
+        strict: bool,
+        verify_before_overwrite: bool,
+        before: Callable[[], None] = lambda: None,
+        then: Callable[[bool], None] = lambda _: None,
+    ) -> Restored | None:
+        """Load the checkpoint by that name, or the newest intact one; None if there is none.
 
         A name with a slash is a path: of a folder that Accelerate wrote. With `verify_before_overwrite`, live objects
-        are unchanged until all that is to replace their state has been verified.
+        are unchanged until all that is to replace their state has been verified. `before`: what each rank does before
+        it looks for checkpoints; no save may be running after it. `then`: what each does when its state is restored,
+        told whether it came from memory. An error of either on one rank is raised on all.
         """
         request = RestoreRequest(
             ranks=self.ranks,
@@ -254,15 +268,19 @@ class StateLoader:
             held.enter_context(self.ranks.working())
             held.enter_context(gc_paused())
             held.enter_context(self.pause_staging())
-            choice = choose(selection := self._selection(name, request), held)
+            restoring = Restoring(request, before, self.live.registry.refresh, self._find_objects)
+            began = time.monotonic()
+            choice = choose(selection := self._selection(name, restoring), held)
             if choice is None:
                 self._refuse_to_begin()
                 return None
-            parts = choice.ready.finish()
-            self._restore_rank_state(choice.ready.reader, choice.ready.notes)
+            in_own_tiers = selection.tiers is self.locations.tiers
+            tier = choice.tier if in_own_tiers else ELSEWHERE
+            parts = choice.ready.finish(partial(self._continue_from, choice, tier, then))
+            if self.ranks.rank == MAIN:
+                _log.debug("verified and loaded %s in %.2f s", choice.url, time.monotonic() - began)
             self.half_loaded = None
-        in_own_tiers = selection.tiers is self.locations.tiers
-        restored = self._report(choice, parts, in_own_tiers=in_own_tiers)
+        restored = self._report(choice, parts, tier)
         if name is not None and in_own_tiers and self.ranks.rank == MAIN:
             self._tell_newer(choice.manifest)
         return restored
@@ -284,12 +302,14 @@ class StateLoader:
     def _set_half_loaded(self, name: str) -> None:
         self.half_loaded = name
 
-    def _selection(self, name: str | None, request: RestoreRequest) -> Selection[Restoration]:
+    def _selection(self, name: str | None, restoring: Restoring) -> Selection[Restoration]:
         locations, name = self.locations.resolve(name, self.ranks)
         return Selection(
             tiers=locations.tiers,
             ranks=self.ranks,
-            prepare=lambda candidate: self._prepare(candidate, request),
+            prepare=restoring.prepare,
+            opening=restoring.opening,
+            check=restoring.check,
             name=name,
             hosts=locations.hosts,
             foreign=True,
@@ -299,13 +319,6 @@ class StateLoader:
             on_listed=locations.on_listed,
         )
 
-    def _prepare(self, candidate: Candidate, request: RestoreRequest) -> Restoration:
-        call = f"load_state({candidate.manifest.name!r})"
-        run_on_all_ranks(self.ranks, call, lambda: self._find_objects(candidate))
-        if candidate.or_afresh:  # objects that hold parts of it could not begin afresh
-            request = replace(request, verify_before_overwrite=True)
-        return Restoration.prepare(candidate, request)
-
     def _find_objects(self, candidate: Candidate) -> None:
         """Find the objects to load into. Hooks of the user's own may load some of the checkpoint themselves."""
         self.live.source.before_load(candidate.folder)
@@ -313,16 +326,21 @@ class StateLoader:
 
     def _check_generators(self, reader: CheckpointReader) -> None:
         """Refuse states that the registered generators would not accept, before anything is changed."""
-        with damage_reported(reader.manifest.name, "checkpoint of a StateManager"):
+        with damage_reported(reader.manifest.name, "StateManager checkpoint"):
             saved = reader.state["generators"]
             for key, generator in self.live.registry.generators.items():
                 if key in saved:
                     rng.check_one(generator, saved[key])
 
+    def _continue_from(self, choice: Choice[Restoration], tier: int, then: Callable[[bool], None]) -> None:
+        self._restore_rank_state(choice.ready.reader, choice.ready.notes)
+        self.follow(choice.manifest, choice.damaged, tier, choice.passed_over)
+        then(choice.in_memory)
+
     def _restore_rank_state(self, reader: CheckpointReader, notes: Notes) -> None:
         """Restore this rank's own state: generators, and the positions of its loaders."""
         source, loop = self.live.source, self.live.loop
-        with damage_reported(reader.manifest.name, "checkpoint with state of what prepared the objects"):
+        with damage_reported(reader.manifest.name, "checkpoint with the state of an Accelerator or engine"):
             source.go_back(reader.state.get("source", {}))
         rewind = rewinder(reader, self.ranks, self.live.registry.generators, notes)
         rewind()
@@ -342,12 +360,10 @@ class StateLoader:
         loop.go_back(progress, unclaimed, reader.state.get("loop", {}))
         unclaimed.reported = True  # by the block that is printed next
 
-    def _report(self, choice: Choice[Restoration], parts: list[str], *, in_own_tiers: bool) -> Restored:
+    def _report(self, choice: Choice[Restoration], parts: list[str], tier: int) -> Restored:
         generators = [key for key in self.live.registry.generators if key not in choice.ready.notes.skipped]
         state = choice.ready.reader.state
         lacking, values = state.get("lacking", {}), ("values",) if state.get("values") else ()
-        tier = choice.tier if in_own_tiers else ELSEWHERE
-        self.follow(choice.manifest, choice.damaged, tier, choice.passed_over)
         restored = restored_from(
             choice,
             (*parts, *values, *generators, *(() if "rng" in lacking else ("rng",)), "progress"),
@@ -370,6 +386,5 @@ class StateLoader:
         if newest is not None and newest.sequence > loaded.sequence:
             _log.info(
                 "%s is newer than %s, which you loaded by its name. Until this run saves, a resume would load the "
-                "newer one. "
-                "To go back for good, save now: manager.save_state().", newest.name, loaded.name,
+                "newer checkpoint. To go back for good, save now: manager.save_state().", newest.name, loaded.name,
             )  # fmt: skip

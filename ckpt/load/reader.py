@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -35,7 +36,7 @@ from ckpt.state.parts import LEFT, Place, SavedTensor
 from ckpt.state.registry import are_plain
 from ckpt.storage import Storage
 from ckpt.util.checked_json import Rule, broken_rules, is_count, is_list, is_mapping, is_text, joined
-from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar
+from ckpt.util.console import progress_bar
 
 if TYPE_CHECKING:
     from ckpt.load.broadcast import Broadcasts
@@ -81,7 +82,7 @@ class WholeTensors:
         for file in self.files:
             if name in file:
                 return file
-        raise DamagedError(f"{self.where} refers to tensor {name!r}, but has no file with it.")
+        raise DamagedError(f"no file of {self.where} has the tensor {name!r}.")
 
 
 @dataclass
@@ -380,7 +381,7 @@ class CheckpointReader:
             tensors.fill(name, target, box)
         wanted = self._asked[before:]
         del self._asked[before:]
-        self._read(wanted, read_verified)
+        self._read([wanted], read_verified)
         return targets
 
     def _box(self, place: Any, shape: tuple[int, ...]) -> Box | None:
@@ -405,9 +406,14 @@ class CheckpointReader:
         """The transfers that were asked for, in the order of reading: into new memory, and into memory in use."""
         return self._asked, self._live
 
+    def read_all(self) -> None:
+        """Read all transfers, into new memory and then into memory in use, verifying them on the way."""
+        self._read([self._asked, self._live], read_verified)
+        self._asked, self._live = [], []
+
     def read_new(self) -> None:
         """Read the transfers into new memory, verifying them on the way."""
-        self._read(self._asked, read_verified)
+        self._read([self._asked], read_verified)
         self._asked = []
 
     def verify_live(self) -> None:
@@ -417,28 +423,30 @@ class CheckpointReader:
         with self._bar("verifying", mine) as advance:
             verify(mine, self.manifest.name, advance)
 
-    def read_live(self, *, verified: bool) -> None:
-        """Read the transfers into memory that is in use, verifying them on the way if they have not been `verified`.
+    def read_live(self) -> None:
+        """Read the transfers into memory that is in use, which `verify_live` has verified.
 
         Of what is signed they are verified again: whoever can write to the root may have altered it in between.
         """
-        self._read(self._live, read if verified and not self.manifest.is_authentic else read_verified)
+        self._read([self._live], read_verified if self.manifest.is_authentic else read)
         self._live = []
 
-    def _read(self, transfers: list[Transfer], how: Callable[..., None]) -> None:
-        alone = transfers
-        with self._bar("loading", transfers) as advance:
-            if self.broadcasts is not None:
-                alone, common = self.broadcasts.split(transfers)
-                with self.broadcasts.phase():
-                    how(common, self.manifest.name, advance, threads=1)
-            how(alone, self.manifest.name, advance)  # last: no other rank waits for one that fails here
+    def _read(self, batches: list[list[Transfer]], how: Callable[..., None]) -> None:
+        """Read transfers, one batch after the other. If one fails here, other ranks learn of it in the phase."""
+        name, shared = self.manifest.name, self.broadcasts
+        with self._bar("loading", [*chain(*batches)]) as advance:
+            split = [(batch, list[Transfer]()) if shared is None else shared.split(batch) for batch in batches]
+            with nullcontext() if shared is None else shared.phase():
+                for number, (alone, common) in enumerate(split, 1):
+                    if common:
+                        how(common, name, advance, threads=1)
+                    if number < len(split):
+                        how(alone, name, advance)
+            how(split[-1][0], name, advance)  # last: no other rank waits for one that fails here
 
     def _bar(self, verb: str, transfers: list[Transfer]) -> AbstractContextManager[Callable[[float], None]]:
         size = sum(transfer.size for transfer in transfers)
-        return progress_bar(
-            f"{verb} {self.manifest.name}", size, in_bytes=True, show=self.rank == MAIN and size > PROGRESS_MIN_BYTES
-        )
+        return progress_bar(f"{verb} {self.manifest.name}", size, in_bytes=True, show=self.rank == MAIN)
 
     def spread(self, key: str) -> bool:
         """Whether a part was saved in pieces."""
@@ -468,7 +476,7 @@ class CheckpointReader:
         self, key: str, find: Callable[[str], Any], unsharded: Callable[[Any], Any] = lambda tensor: tensor
     ) -> Any:
         state = (self._own(key) or self._part(key))["state"]
-        with damage_reported(self._where(key), "state that ckpt writes"):
+        with damage_reported(self._where(key), "state document"):
             share = self.shares[key](state) if key in self.shares else state
         return Decoder(find, self._where(key), unsharded).decode(share)
 
@@ -538,6 +546,6 @@ class CheckpointReader:
 
     def _document(self, name: str) -> Any:
         if name not in self._records:
-            raise DamagedError(f"{self.manifest.name} is damaged: it lists no {name}.")
+            raise DamagedError(f"{self.manifest.name} is damaged: its manifest does not list {name}.")
         file = self._file(name)
         return from_json(file.read(0, file.record.size), file.stored.key)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,8 @@ from ckpt.formats.native import documents
 from ckpt.formats.native.manifest import Manifest, digest
 from ckpt.formats.registry import ACCELERATE
 from ckpt.load.reader import CheckpointReader
-from ckpt.load.select import Candidate
-from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together, first_of_each, run_on_all_ranks
+from ckpt.load.select import Candidate, Rider
+from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together, run_on_all_ranks
 from ckpt.root.catalog import own_key
 from ckpt.shown import Lines, few
 from ckpt.state import rng
@@ -42,22 +42,36 @@ class Elsewhere:
     parts: frozenset[str] = frozenset()
 
 
-def find_elsewhere(ranks: Ranks, call: str, parts: Mapping[str, Part]) -> Elsewhere:
-    """Compare what the ranks have, by digests; only where these differ, by names. Every rank makes this call."""
-    if ranks.world_size == 1:
-        return Elsewhere()
-    mine = Result.capture(lambda: _names(parts))
-    digests = mine.then(lambda names: digest(documents.to_json(names)))
-    speakers = decide_together(ranks, f"{call} (names)", digests, first_of_each)
-    if len(speakers) == 1:
-        return Elsewhere()
-    names = mine.get()
-    said = Result(names if ranks.rank in speakers else {})
-    everywhere = decide_together(ranks, f"{call} (all names)", said, _together)
-    return Elsewhere(
-        {key: frozenset(found).difference(names.get(key, ())) for key, found in everywhere.items()},
-        frozenset(everywhere) - names.keys(),
-    )
+@dataclass(frozen=True)
+class LiveNames:
+    """The names that this rank has: of all ranks with the same digest, one tells them to the others."""
+
+    names: Mapping[str, list[str]]
+    digest: str
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Part]) -> LiveNames:
+        names = _names(parts)
+        return cls(names, digest(documents.to_json(names)))
+
+    def said(self, ranks: Ranks) -> dict[str, Any]:
+        return {"digest": self.digest, "names": self.names if ranks.speaks_for(self.digest) else {}}
+
+    @staticmethod
+    def join(said: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+        """On the main rank: the names of all ranks; none if all have the same. None if a rank does not know its own."""
+        told = [one for one in said if one is not None]
+        if len(told) < len(said):
+            return None
+        alike = len({one["digest"] for one in told}) == 1
+        return {} if alike else _together([one["names"] for one in told])
+
+    def elsewhere(self, everywhere: Mapping[str, Any]) -> Elsewhere:
+        """What only other ranks have. `everywhere`: what `join` returned."""
+        return Elsewhere(
+            {key: frozenset(found).difference(self.names.get(key, ())) for key, found in everywhere.items()},
+            frozenset(everywhere) - self.names.keys(),
+        )
 
 
 def _names(parts: Mapping[str, Part]) -> dict[str, list[str]]:
@@ -194,6 +208,86 @@ class RestoreRequest:
 
 
 @dataclass
+class Restoring:
+    """One load on all ranks, as a `Selection` carries it out: `opening`, `check`, `prepare`, then `finish` of what that
+    returns. Each takes one exchange, or rides on one.
+
+    `before`: what comes first on each rank. `refresh` finds the objects to load into, `find_objects` those for a
+    checkpoint, of which hooks of the user's may load some themselves.
+    """
+
+    request: RestoreRequest
+    before: Callable[[], object] = lambda: None
+    refresh: Callable[[], None] = lambda: None
+    find_objects: Callable[[Candidate], None] = lambda candidate: None
+    _names: LiveNames | None = None
+    _checked: Restoration | None = None
+
+    @property
+    def opening(self) -> Rider:
+        return Rider(self._open, LiveNames.join)
+
+    @property
+    def check(self) -> Rider:
+        return Rider(self._check, _joint_check)
+
+    def _open(self) -> dict[str, Any] | None:
+        self.before()
+        with suppress(Exception):  # it is raised if there is something to load: `find_objects` does the same then
+            self.refresh()
+            self._names = LiveNames.of(self.request.registry.parts)
+        return None if self._names is None else self._names.said(self.request.ranks)
+
+    def _check(self, candidate: Candidate) -> dict[str, Any]:
+        """Check that the checkpoint fits, unless hooks of the user's have changed what there is to load into."""
+        self.find_objects(candidate)
+        known, self._names = self._names, LiveNames.of(self.request.registry.parts)
+        if candidate.told is None or known != self._names:
+            return {"changed": True}
+        return self._fitted(candidate, candidate.told)
+
+    def _fitted(self, candidate: Candidate, everywhere: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._names is not None
+        elsewhere = self._names.elsewhere(everywhere)
+        self._checked = Restoration.checked(candidate, self._request_for(candidate), elsewhere)
+        if not _uses_broadcast(candidate.storage, self.request):
+            return {"reads": None}
+        from ckpt.load.broadcast import described_reads
+
+        return {"reads": described_reads(*self._checked.reader.wanted)}
+
+    def _request_for(self, candidate: Candidate) -> RestoreRequest:
+        """Objects that hold parts of a damaged checkpoint could not begin afresh."""
+        return replace(self.request, verify_before_overwrite=True) if candidate.or_afresh else self.request
+
+    def prepare(self, candidate: Candidate) -> Restoration:
+        """Read the checkpoint, on all ranks together. What must last until `finish` goes to `candidate.held`.
+
+        Without `verify_before_overwrite`, live tensors have been written when this returns or raises.
+        """
+        call, checked, ranks = f"load_state({candidate.manifest.name!r})", candidate.checked, self.request.ranks
+        if "changed" in checked:
+            names = Result.capture(lambda: self._names.said(ranks) if self._names is not None else None)
+            everywhere = decide_together(ranks, f"{call} (names)", names, LiveNames.join) or {}
+            fitted = Result.capture(lambda: self._fitted(candidate, everywhere))
+            checked = decide_together(ranks, call, fitted, _joint_check)
+        assert self._checked is not None
+        self._checked.read(call, checked["plan"], candidate.held)
+        return self._checked
+
+
+def _joint_check(said: list[dict[str, Any]]) -> dict[str, Any]:
+    """On the main rank: whether to check again, with the names of all ranks; else who reads what for others."""
+    if any("changed" in one for one in said):
+        return {"changed": True}
+    if said[MAIN]["reads"] is None:
+        return {"plan": None}
+    from ckpt.load.broadcast import plan_reads
+
+    return {"plan": plan_reads([one["reads"] for one in said])}
+
+
+@dataclass
 class Restoration:
     """A checkpoint that fits the live objects and is intact, on every rank; `finish` sets their state.
 
@@ -207,20 +301,7 @@ class Restoration:
     setters: Mapping[str, Callable[[], None]]
 
     @classmethod
-    def prepare(cls, candidate: Candidate, request: RestoreRequest) -> Restoration:
-        """Check and read a checkpoint, on all ranks together. What must last until `finish` goes to `candidate.held`.
-
-        Without `verify_before_overwrite`, live tensors have been written when this returns or raises.
-        """
-        call = f"load_state({candidate.manifest.name!r})"
-        elsewhere = find_elsewhere(request.ranks, call, request.registry.parts)
-        checked = partial(cls._checked, candidate, request, elsewhere)
-        restoration: Restoration = run_on_all_ranks(request.ranks, call, checked)
-        restoration._read(call, _uses_broadcast(candidate.storage, request), candidate.held)
-        return restoration
-
-    @classmethod
-    def _checked(cls, candidate: Candidate, request: RestoreRequest, elsewhere: Elsewhere) -> Restoration:
+    def checked(cls, candidate: Candidate, request: RestoreRequest, elsewhere: Elsewhere) -> Restoration:
         """Open the checkpoint, check that it fits, and ask for the tensors of what does. Reads no tensor."""
         manifest, ranks, registry = candidate.manifest, request.ranks, request.registry
         notes = Notes()
@@ -246,34 +327,45 @@ class Restoration:
             request.on_first_write(manifest.name)
         return cls(reader, request, parts, notes, setters)
 
-    def _read(self, call: str, broadcast: bool, held: ExitStack) -> None:
-        """Read the tensors that go into new memory; verify, or read, those that go into live memory."""
+    def read(self, call: str, plan: list[Any] | None, held: ExitStack) -> None:
+        """Read the tensors that go into new memory; verify, or read, those that go into live memory.
+
+        `plan`: what the ranks of each host read for each other.
+        """
         ranks, reader = self.request.ranks, self.reader
-        if broadcast:
+        if plan is not None:
             from ckpt.load.broadcast import planned_broadcasts
 
-            reader.broadcasts = held.enter_context(planned_broadcasts(ranks, call, *reader.wanted))
-        run_on_all_ranks(ranks, call, reader.read_new)
-        if self.request.verify_before_overwrite:
-            run_on_all_ranks(ranks, call, reader.verify_live)
-        else:
+            reader.broadcasts = held.enter_context(planned_broadcasts(ranks, plan))
+        if not self.request.verify_before_overwrite:
             self.request.on_first_write(reader.manifest.name)
-            run_on_all_ranks(ranks, call, lambda: reader.read_live(verified=False))
+        run_on_all_ranks(ranks, call, self._read_or_verify)
 
-    def finish(self) -> list[str]:
-        """Set the state of all parts, and return their keys."""
-        ranks, name = self.request.ranks, self.reader.manifest.name
-        call = f"load_state({name!r})"
+    def _read_or_verify(self) -> None:
+        if self.request.verify_before_overwrite:
+            self.reader.read_new()
+            self.reader.verify_live()
+        else:
+            self.reader.read_all()
+
+    def finish(self, then: Callable[[], None] = lambda: None) -> list[str]:
+        """Set the state of all parts, and return their keys. `then`: what else a rank does before all are done."""
+        name = self.reader.manifest.name
         if self.request.verify_before_overwrite:
             self.request.on_first_write(name)
-            run_on_all_ranks(ranks, call, lambda: self.reader.read_live(verified=True))
-        run_on_all_ranks(ranks, call, self._set)
+        run_on_all_ranks(self.request.ranks, f"load_state({name!r})", lambda: self._set_all(then))
+        return list(self.setters)
+
+    def _set_all(self, then: Callable[[], None]) -> None:
+        if self.request.verify_before_overwrite:
+            self.reader.read_live()
+        self._set()
         restored = {key: self.parts[key] for key in self.setters}
         self._name_other_rates(restored)
         if not any(isinstance(part, GradientsPart) for part in restored.values()):
             self.request.registry.leave_windows()
         self.notes.resharded.update(_resharded(self.reader, restored))
-        return list(restored)
+        then()
 
     def _name_other_rates(self, restored: Mapping[str, Part]) -> None:
         """A script that was given another learning rate has the checkpoint's now: say so, or it trains on unnoticed."""

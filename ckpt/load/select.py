@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Generic, TypedDict, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar
 
 from ckpt.errors import (
     AbsentError,
@@ -36,7 +36,7 @@ from ckpt.formats.checkpoint_name import check_name
 from ckpt.formats.native.documents import STATE
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.formats.native.shard_table import EVERY, ShardSpec, ShardTable
-from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together
+from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together, values_of
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
 from ckpt.root import catalog
 from ckpt.root.catalog import Overview, manifest_bytes, part_of, rank_of, read_manifest, spread_file
@@ -155,7 +155,19 @@ def problem_on_hosts(name: str, hosts: Hosts, missing: list[list[str]]) -> str:
 # Why a checkpoint cannot be used, in words, and what that is. The first of these on any rank decides: what one cannot
 # read now, or cannot lock, is not damaged. `vanished`: gone since it was listed. `untrusted`: on every rank, or none.
 Verdict = tuple[str, str]
+MOST_LISTED = 900  # files of a checkpoint in an object store that are listed before they are read: one request
 _KINDS = ("unreached", "busy", "vanished", "damaged", "untrusted")
+
+
+@dataclass(frozen=True)
+class Rider:
+    """What ranks tell each other in an exchange that takes place anyway: each its own, which the main rank joins.
+
+    Of thousands of ranks, each exchange takes its time: so what a load must know of all ranks rides on few of them.
+    """
+
+    mine: Callable[..., Any] = lambda *_: None
+    join: Callable[[list[Any]], Any] = lambda said: None
 
 
 @dataclass
@@ -167,21 +179,35 @@ class Inspection:
     trust: Trust = field(default_factory=Trust)
     vanished: bool = field(default=False, init=False)
 
-    def complete(self, storage: Storage, name: str, held: ExitStack) -> Manifest:
-        """The manifest of a checkpoint whose files are all there, with their sizes, as every rank sees it.
+    def complete(
+        self, storage: Storage, name: str, held: ExitStack, check: Rider | None = None
+    ) -> tuple[Manifest, Result[Any]]:
+        """The manifest of a checkpoint whose files are all there, with their sizes, as every rank sees it; and what
+        came of its `check`, for which nothing was wrong here: an error of any rank is in it.
 
         `held` receives its lock, against removal.
         """
         found: list[Manifest] = []
         lists = storage.is_local or self.ranks.rank == MAIN  # an object store shows every rank the same
-        verdict = Result.capture(lambda: _inspect(storage, name, held, found, self.trust, lists=lists))
-        problems: list[Verdict] = decide_together(self.ranks, self.call, verdict, _sorted)
+        rider = check or Rider()
+        with self.ranks.working():
+            verdict = Result.capture(lambda: _inspect(storage, name, held, found, self.trust, lists=lists))
+            checked = verdict.then(lambda problem: None if problem else rider.mine(found[0]))
+        mine = verdict.then(lambda problem: (problem, checked.to_json(self.call)))
+        problems, joint = decide_together(self.ranks, self.call, mine, lambda said: self._joined(said, rider))
         if not problems:
-            return found[0]
+            return found[0], Result.capture(lambda: checked.raise_joint(Result.from_json(joint), self.ranks.world_size))
         self.vanished = self.vanished or "vanished" in [kind for kind, _ in problems]
         errors = {"unreached": TransientError, "busy": LockedError, "untrusted": UntrustedError}
         kind, text = problems[0]
         raise errors.get(kind, DamagedError)(text)
+
+    def _joined(self, said: list[tuple[Verdict | None, str]], check: Rider) -> tuple[list[Verdict], str]:
+        """On the main rank: what is wrong with a checkpoint; if nothing is, what the ranks' checks came to."""
+        problems = _sorted([problem for problem, _ in said])
+        texts = [text for _, text in said]
+        joint = Result.capture(lambda: None if problems else check.join(values_of(self.call, texts)))
+        return problems, joint.to_json(self.call)
 
     def complete_per_host(
         self, tiers: Sequence[Storage], hosts: Hosts, name: str, held: ExitStack
@@ -208,7 +234,8 @@ def _inspect(
         if name:
             held.enter_context(storage.lock(name, shared=True))
         manifest = trust.checked(read_any(storage, name))
-        wrong = size_problems(storage, manifest) if lists else []
+        few = storage.is_local or len(manifest.files) <= MOST_LISTED  # of many, reading finds what is missing
+        wrong = size_problems(storage, manifest) if lists and few else []
     except LockedError as error:
         return "busy", f"{name} is being removed or cleaned up by another process: {error}"
     except UntrustedError as error:
@@ -238,7 +265,7 @@ def _newest(texts: list[str | None]) -> str:
     """On the main rank: of the manifests that hosts have, the newest."""
     there = [text for text in texts if text is not None]
     if not there:
-        raise DamagedError("its manifest was removed just now.")
+        raise DamagedError("another process has just removed the manifest.")
     return max(there, key=lambda text: Manifest.from_bytes(text.encode(), FILE_NAME).sequence)
 
 
@@ -278,6 +305,13 @@ class Candidates(TypedDict):
     unseen: bool
 
 
+class Opened(TypedDict):
+    """The candidates, and what the ranks told each other beside their listings."""
+
+    candidates: Candidates
+    told: Any
+
+
 def list_tiers(
     tiers: Sequence[Storage],
     name: str | None,
@@ -308,7 +342,7 @@ def list_tiers(
     for tier, why in unreadable.items():
         if all(checkpoint["problem"] is not None for checkpoint in listed):
             raise why
-        _log.warning("%s was not checked, and may have newer checkpoints: %s", tiers[tier].url, why)
+        _log.warning("ckpt could not look into %s, which may have newer checkpoints: %s", tiers[tier].url, why)
     return listed, bool(unreadable) and patience is not None
 
 
@@ -331,7 +365,7 @@ def list_memory(storage: Storage) -> list[Listed]:
         found = Overview.of(storage).checkpoints
         return [_listed(MEMORY, checkpoint, checkpoint.name) for checkpoint in found if checkpoint.was_committed]
     except StorageError as error:
-        _log.warning("%s cannot be read: %s", storage.url, error)
+        _log.warning("ckpt can't read %s: %s", storage.url, error)
         return []
 
 
@@ -408,14 +442,14 @@ def _root_unreadable(tiers: Sequence[Storage], listed: list[Listed], unreadable:
     newest = max(_committed(listed), key=lambda found: (found["sequence"], found["created"]), default=None)
     root, mirror = tiers[0].url, tiers[1].url
     if 1 in unreadable:
-        has = f"The mirror cannot be read either: {unreadable[1]}"
+        has = f"ckpt can't read the mirror either: {unreadable[1]}"
     elif newest is None:
         has = f"The mirror {mirror} has no such checkpoint."
     else:
-        has = f"The mirror {mirror} has {newest['name']}, but the root may have a newer one, so it was not taken."
+        has = f"The mirror {mirror} has {newest['name']}, but the root may have a newer one, so ckpt did not take it."
     return (
-        f"{root} cannot be read: {unreadable[0]} {has} Nothing was loaded. Try again when the root can be read; to "
-        f"continue from the mirror without it, give StateManager another root and mirror={mirror!r}."
+        f"ckpt can't read {root}: {unreadable[0]} {has} Nothing was loaded. Try again later. To continue from the "
+        f"mirror without this root, give StateManager another root and mirror={mirror!r}."
     )
 
 
@@ -479,7 +513,7 @@ def join_copies(
     pieces = decide_together(ranks, call, locked, lambda _: _find(tiers, name, trust))
     if pieces["lost"]:
         where = " nor in ".join(tier.url for tier in tiers)
-        raise DamagedError(f"{', '.join(pieces['lost'][:5])} of {name} is intact neither in {where}.")
+        raise DamagedError(f"there is no intact {', '.join(pieces['lost'][:5])} of {name}, neither in {where}.")
     read = Result.capture(lambda: trust.checked(catalog.read_manifest(tiers[pieces["manifest"]], name)))
     decide_together(ranks, call, read.then(lambda _: None), lambda _: None)
     manifest: Manifest = read.get()
@@ -500,12 +534,13 @@ def _say(tiers: Sequence[Storage], manifest: Manifest, elsewhere: list[str]) -> 
     root, mirror = (tier.url for tier in tiers[:2])
     some = ", ".join(elsewhere[:5]) + (" ..." if len(elsewhere) > 5 else "")
     _log.warning(
-        "%s is damaged in %s and in %s, in different files, so ckpt reads each where it is intact: %d of %d from the "
+        "%s has damaged files in %s, and others in %s, so ckpt reads each file where it is intact: %d of %d from the "
         "second (%s). To repair the root: ckpt verify %s/%s --repair --from %s",
         manifest.name, root, mirror, len(elsewhere), len(manifest.files), some, root, manifest.name, mirror,
     )  # fmt: skip
 
 
+_SHOWN = 3  # candidates that the log lists
 _RESCANS = 5
 _BUSY_RESCANS = 20  # while another process removes or cleans the newest one
 _PAUSE = 0.25  # seconds between those
@@ -523,13 +558,16 @@ class MemoryTier:
 class Candidate:
     """A checkpoint that is complete as every rank sees it. Its lock, and what `prepare` adds, is in `held`.
 
-    `or_afresh`: if it is damaged, there may be nothing else to load, and the run begins afresh.
+    `or_afresh`: if it is damaged, there may be nothing else to load, and the run begins afresh. `told` and `checked`:
+    what the ranks have told each other when they listed, and when they inspected it.
     """
 
     storage: Storage
     manifest: Manifest
     held: ExitStack
     or_afresh: bool = False
+    told: Any = None
+    checked: Any = None
 
     @property
     def folder(self) -> str:
@@ -552,7 +590,8 @@ class Selection(Generic[T]):
     ours, the newest that Accelerate wrote. `memory`: a tier before the root, of which nothing is ever an error.
     `trust`: whose signatures are believed; one that is refused is passed over like a damaged one.
     `patience`: how long to wait for a mirror that is away, as long as the root's newest is intact. `on_listed`:
-    called with what the root has.
+    called with what the root has. `opening`: what each rank does before it lists, once, and tells the others. `check`:
+    the same for each candidate that is complete here, before `prepare`: only what must not be seen by all ranks first.
     """
 
     tiers: Sequence[Storage]
@@ -565,22 +604,25 @@ class Selection(Generic[T]):
     trust: Trust = field(default_factory=Trust)
     patience: MirrorPatience | None = None
     on_listed: Callable[[Overview], None] = lambda root: None
+    opening: Rider = field(default_factory=Rider)
+    check: Rider = field(default_factory=Rider)
 
     @property
     def call(self) -> str:
         return f"load_state({self.name!r})" if self.name else "load_state()"
 
-    def candidates(self, *, patient: bool) -> Candidates:
+    def candidates(self, opening: Rider, *, patient: bool) -> Opened:
         """What to try, as the main rank orders it from all ranks' listings. `patient`: wait for the mirror."""
         visible = self.tiers if self.ranks.rank == MAIN else self.tiers[: self.hosts.owns_root(self.ranks.rank)]
-        listed = Result.capture(lambda: self._listed(visible, None if patient else self.patience))
-        found: Candidates = decide_together(
-            self.ranks,
-            self.call,
-            listed,
-            lambda listings: join_listings(self.tiers[0], self.name, listings, foreign=self.foreign),
-        )
-        return found
+        told = Result.capture(opening.mine)
+        listed = told.then(lambda text: (text, *self._listed(visible, None if patient else self.patience)))
+
+        def join(said: list[tuple[Any, list[Listed], bool]]) -> Opened:
+            listings = [(found, unseen) for _, found, unseen in said]
+            candidates = join_listings(self.tiers[0], self.name, listings, foreign=self.foreign)
+            return {"candidates": candidates, "told": opening.join([text for text, _, _ in said])}
+
+        return decide_together(self.ranks, self.call, listed, join)
 
     def _listed(self, tiers: Sequence[Storage], patience: MirrorPatience | None) -> tuple[list[Listed], bool]:
         in_memory = self._in_memory()
@@ -594,6 +636,12 @@ class Selection(Generic[T]):
     def storage_of(self, tier: int) -> Storage:
         return self.memory.storage if tier == MEMORY and self.memory is not None else self.tiers[tier]
 
+    def described(self, order: list[tuple[int, str]]) -> str:
+        """Candidates in their order, for the log."""
+        names = [f"{self.storage_of(tier).url}/{name}" for tier, name in order[:_SHOWN]]
+        more = f" and {len(order) - _SHOWN} older ones" if len(order) > _SHOWN else ""
+        return f"{', '.join(names)}{more}" if names else f"nothing in {self.tiers[0].url}"
+
 
 def choose(selection: Selection[T], held: ExitStack) -> Choice[T] | None:
     """The checkpoint to load, the same on every rank; None if none was ever committed.
@@ -604,10 +652,13 @@ def choose(selection: Selection[T], held: ExitStack) -> Choice[T] | None:
     put into its candidate's `held`, is kept until `held` is closed.
     """
     rescans = busy_rescans = 0
-    patient = False
+    patient, opening, told = False, selection.opening, None
     while rescans < _RESCANS:
-        candidates = selection.candidates(patient=patient)
-        search = _Search(selection, held, candidates)
+        opened = selection.candidates(opening, patient=patient)
+        opening, told, candidates = Rider(), told or opened["told"], opened["candidates"]
+        if selection.ranks.rank == MAIN:
+            _log.debug("%s: found %s", selection.call, selection.described(candidates["order"]))
+        search = _Search(selection, held, candidates, told)
         choice = search.first_intact(candidates["order"], only_newest=candidates["unseen"])
         if choice is not None:
             return choice
@@ -637,18 +688,19 @@ def _nothing_intact(selection: Selection[T], passed_over: Mapping[str, str]) -> 
     return Lines.listing(
         f"no checkpoint in {' or '.join(storage.url for storage in selection.tiers)} is intact, so nothing was loaded:",
         passed_over.values(),
-        "Restore one from a backup, or start anew in another root.",
+        "Restore one from a backup, or start from scratch in another root.",
     )
 
 
 class _Search(Generic[T]):
     """Tries candidates until one is intact on every rank."""
 
-    def __init__(self, selection: Selection[T], held: ExitStack, candidates: Candidates) -> None:
+    def __init__(self, selection: Selection[T], held: ExitStack, candidates: Candidates, told: Any = None) -> None:
         self.inspection = Inspection(selection.ranks, selection.call, selection.trust)
         self.passed_over = candidates["passed_over"]
         self.busy: LockedError | None = None  # another process is removing or cleaning the next candidate
         self._selection = selection
+        self._told = told
         self._held = held
         self._root_step = candidates["root_step"]
         self._unreached: dict[str, StorageError] = {}
@@ -677,9 +729,8 @@ class _Search(Generic[T]):
                 return choice
         for name, error in self._unreached.items():
             raise type(error)(
-                f"{name} cannot be read now: {error} It may well be intact, so ckpt did not load an older one "
-                f"instead. Try again when it can be read; or, to go back on purpose, name an older one: "
-                f"load_state(name)."
+                f"ckpt can't read {name} now: {error} The checkpoint may well be intact, so ckpt did not load an older "
+                f"one instead. Try again later; or, to go back on purpose, name an older one: load_state(name)."
             ) from error
         return None
 
@@ -691,7 +742,7 @@ class _Search(Generic[T]):
     def warn_of_memory(self) -> None:
         """Say what cannot be used in memory, where no checkpoint is taken in its place whose report would say it."""
         for name, why in self.passed_over.items() if self._selection.ranks.rank == MAIN else ():
-            _log.warning("%s is passed over: %s", name, why)
+            _log.warning("ckpt skips %s: %s", name, why)
 
     def _tried(self, tier: int, name: str) -> Choice[T] | None:
         """The choice, if all ranks could prepare this checkpoint. Otherwise the reason is recorded.
@@ -708,7 +759,7 @@ class _Search(Generic[T]):
         choice = self._attempted(tier, name, None)
         if choice is not None and self._selection.ranks.rank == MAIN:
             _log.warning(
-                "%s: the first read was altered on its way; reading again gave the right bytes: %s",
+                "%s: bytes changed on their way in the first read, but a second read was right: %s",
                 choice.url, altered[0],
             )  # fmt: skip
         return choice
@@ -728,8 +779,8 @@ class _Search(Generic[T]):
         candidate: Candidate | None = None
         with ExitStack() as held:
             try:
-                candidate = self._joined(name, held) if joined else self._candidate(tier, name, held)
-                ready = self._selection.prepare(candidate)
+                candidate, checked = self._joined(name, held) if joined else self._candidate(tier, name, held)
+                ready = self._selection.prepare(replace(candidate, checked=checked.get()))
             except LockedError as error:
                 self._record_busy(tier, name, error)
             except (DamagedError, StorageError) as error:
@@ -744,21 +795,33 @@ class _Search(Generic[T]):
                 return Choice(candidate.manifest, url, tier, ready, self.passed_over, damaged, self._root_step)
         return None
 
-    def _candidate(self, tier: int, name: str, held: ExitStack) -> Candidate:
+    def _candidate(self, tier: int, name: str, held: ExitStack) -> tuple[Candidate, Result[Any]]:
         selection, storage = self._selection, self._selection.storage_of(tier)
         tiers, hosts = selection.tiers, selection.hosts
         if tier == MEMORY and selection.memory is not None:
             tiers, hosts = (storage,), selection.memory.hosts
+
+        def candidate(storage: Storage, manifest: Manifest) -> Candidate:
+            or_afresh = tier == MEMORY and self._root_step is None
+            return Candidate(storage, manifest, held, or_afresh=or_afresh, told=self._told)
+
         if tier <= 0 and hosts.separate_roots:
             manifest, storage = self.inspection.complete_per_host(tiers, hosts, name, held)
-        else:
-            manifest = self.inspection.complete(storage, name, held)
-        return Candidate(storage, manifest, held, or_afresh=tier == MEMORY and self._root_step is None)
+            return self._checked(candidate(storage, manifest))
+        check = replace(selection.check, mine=lambda manifest: selection.check.mine(candidate(storage, manifest)))
+        manifest, checked = self.inspection.complete(storage, name, held, check)
+        return candidate(storage, manifest), checked
 
-    def _joined(self, name: str, held: ExitStack) -> Candidate:
+    def _joined(self, name: str, held: ExitStack) -> tuple[Candidate, Result[Any]]:
         chosen = self._selection
         manifest, storage = join_copies(chosen.tiers, name, chosen.ranks, chosen.call, chosen.trust, held)
-        return Candidate(storage, manifest, held)
+        return self._checked(Candidate(storage, manifest, held, told=self._told))
+
+    def _checked(self, candidate: Candidate) -> tuple[Candidate, Result[Any]]:
+        """A candidate that was inspected already, and what came of its check on all ranks."""
+        ranks, call, check = self._selection.ranks, self._selection.call, self._selection.check
+        mine = Result.capture(lambda: check.mine(candidate))
+        return candidate, Result.capture(lambda: decide_together(ranks, call, mine, check.join))
 
     def _record_busy(self, tier: int, name: str, error: LockedError) -> None:
         if tier == MEMORY:
@@ -779,5 +842,6 @@ class _Search(Generic[T]):
         elif tier == 0 and (was_found or not self._selection.hosts.separate_roots):
             self._damaged.add(name)
         why = f"in {self._selection.tiers[tier].url}: {error}" if tier else str(error)
+        _log.debug("%s can't be used: %s", name, why)
         known = self.passed_over.get(name)
         self.passed_over[name] = f"{known} {why}" if known else why

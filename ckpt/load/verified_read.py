@@ -152,9 +152,7 @@ def plan_reads(transfers: Iterable[Transfer]) -> list[BlockRead]:
 def _blocks_of_file(destinations: list[Destination]) -> Iterator[BlockRead]:
     file: VerifiedFile = destinations[0].transfer.reader
     if any(destination.transfer.stop > file.record.size for destination in destinations):
-        raise DamagedError(
-            f"{file.stored.key} has {file.record.size} bytes: it ends before tensors that it should hold."
-        )
+        raise DamagedError(f"{file.stored.key} has only {file.record.size} bytes, and ends before some of its tensors.")
     by_block: dict[int, list[Segment]] = defaultdict(list)
     for destination in sorted(destinations, key=lambda destination: destination.transfer.start):
         for index, segment in _segments(destination, file.record.block_size):
@@ -213,7 +211,7 @@ def read_verified(transfers: Iterable[Transfer], where: str, advance: Advance, *
 
 
 def verify(transfers: Iterable[Transfer], where: str, advance: Advance) -> None:
-    """Verify every block that the transfers need, without filling any destination."""
+    """Verify every block that the transfers need, but copy nothing to their destinations."""
     blocks = {(id(block.file), block.index): (block.file, block.index) for block in plan_reads(transfers)}
     _refuse_damaged(where, altered_blocks(list(blocks.values()), advance))
 

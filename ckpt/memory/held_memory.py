@@ -68,20 +68,21 @@ class HeldMemory:
             "idle_seconds": round(self.place.idle_seconds, 1),
             "processes": list(self.processes),
             "keeper": self.keeper.process if self.keeper else None,
-            "rescue": bool(self.place.facts.get("rescue")),
             "log": self.log,
         }
 
     def clear(self) -> None:
         """Remove the folder, and wait until its keeper has ended. Refused while a process of the run lives."""
         if not self.place.remove_if_deserted() and not self.place.remove_if_deserted():
-            named = ", ".join(map(str, self.processes or _holders(self.place.path / ALIVE)))
+            named = ", ".join(map(str, _holders(self.place.path / ALIVE)))
             raise LockedError(
-                f"{self.root} is in the memory of a run that lives (process {named or 'unknown'}). Nothing was "
-                f"removed: stop the run first."
+                f"a run still uses the snapshots of {self.root} (process {named or 'unknown'}). Nothing was removed. "
+                "Stop the run first."
             )
         if self.keeper is not None and not self.keeper.wait(_PATIENCE):
-            raise LockedError(f"the keeper of {self.root}, process {self.keeper.process}, has not ended: stop it.")
+            raise LockedError(
+                f"the keeper process {self.keeper.process} of {self.root} did not end. Stop that process."
+            )
 
 
 def list_memory() -> list[HeldMemory]:

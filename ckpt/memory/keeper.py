@@ -1,8 +1,7 @@
 """The keeper: a small process beside a run, which outlives it and cleans up after it.
 
-It watches the folder of the run in memory, and ends with it. When no process of the run has lived for a while, it has
-the newest snapshot saved to the root (`ckpt.memory.rescue`, in a process of its own); after a longer while it removes
-the folder. Where the tmpfs is too small it also holds the memory of the snapshots' files.
+It watches the folder of the run in memory, and ends with it. When no process of the run has lived for a while, it
+removes the folder. Where the tmpfs is too small it also holds the memory of the snapshots' files.
 
 Run by its path with `python -I -S`, so that it stays small: it imports the standard library, and nothing of ckpt.
 """
@@ -10,7 +9,6 @@ Run by its path with `python -I -S`, so that it stays small: it imports the stan
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import resource
 import signal
@@ -18,21 +16,16 @@ import stat
 import sys
 import time
 from contextlib import suppress
-from typing import Any
 
 RUN, ALIVE = "run.json", "alive"  # as in ckpt.memory.place, which would triple the size of this process
 LOCK, LOG = "keeper.lock", "keeper.log"
 HELD, ASKED = "held", ".asked"
 MEMFD = "/memfd:ckpt (deleted)"  # as in ckpt.storage.local.volatile
-DONE, REFUSED = 0, 3  # exit statuses of the rescue; after any other it is tried again
 _TICK = 0.25  # seconds
 _TO_OPEN = 0.5  # seconds: opening a name takes microseconds
 _SOON = 0.01  # seconds: who has asked for one file asks for more
 _TOUCH = 60.0  # seconds between two notes that the run lives
-_RETRY = 30.0  # seconds between two attempts to rescue
-_GRACE = 10.0  # seconds after its deadline until the rescue is killed
 _LOOKS = 3
-_MOST_FACTS = 64 << 10  # characters
 
 
 class Taken(Exception):  # noqa: N818 - not a failure
@@ -40,11 +33,11 @@ class Taken(Exception):  # noqa: N818 - not a failure
 
 
 class Keeper:
-    """Watches one folder. `settings`: `linger` seconds, and `library` (where ckpt is)."""
+    """Watches one folder, and removes it when nobody has lived there for `linger` seconds."""
 
-    def __init__(self, path: str, settings: dict[str, Any]) -> None:
+    def __init__(self, path: str, linger: float) -> None:
         self.path = path
-        self.settings = settings
+        self._linger = linger
         self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._lock = self._take_lock()
         self._alive = self._open(ALIVE, os.O_RDONLY)
@@ -52,7 +45,6 @@ class Keeper:
         self._touched = time.monotonic()
         self._hurry = False
         self._deserted: float | None = None  # since when nobody lives
-        self._rescue = RescueProcess(self)
         signal.signal(signal.SIGTERM, self._terminate)
         for ignored in (signal.SIGINT, signal.SIGHUP):
             signal.signal(ignored, signal.SIG_IGN)
@@ -62,31 +54,18 @@ class Keeper:
         return f"{os.getpid()} {_start_time()}"
 
     def run(self) -> None:
-        """Return when the folder is gone, or was removed because nobody has lived for the time of `linger`."""
+        """Watch the folder until it is gone. If no process of the run has lived for `linger` seconds, remove the "
+        "folder."""
         while self._is_there():
             time.sleep(_SOON if self._files.tend() else _TICK)
             if self._anybody_lives():
                 self._deserted = None
                 self._touch()
-                self._rescue.reset()
                 continue
             self._deserted = self._deserted or time.monotonic()
-            if self._rescue.tend(time.monotonic() - self._deserted, hurry=self._hurry):
-                continue
-            expired = time.monotonic() - self._deserted >= self.settings["linger"]
-            # what is in the root is not needed here: whoever removes it there, to go back, must not find it again
-            over = self._hurry or expired or self._rescue.has_saved or not self._has(RUN)
-            if over and self._finish():
+            expired = time.monotonic() - self._deserted >= self._linger
+            if (self._hurry or expired or not self._has(RUN)) and self._finish():
                 return
-
-    def facts(self) -> dict[str, Any]:
-        """What the run says of itself now: a restart may have changed it."""
-        try:
-            with open(self._open(RUN, os.O_RDONLY)) as file:
-                facts = json.loads(file.read(_MOST_FACTS))
-        except (OSError, ValueError, RecursionError):
-            facts = None
-        return facts if isinstance(facts, dict) else {}
 
     def log(self, text: str) -> None:
         """Add a line to the log in the folder."""
@@ -135,7 +114,7 @@ class Keeper:
 
     def _finish(self) -> bool:
         """End: remove the folder, with its lock held so that nobody comes to live in it. False if somebody has."""
-        if self._hurry and not self._files.descriptors and self._has(RUN) and not self._rescue.has_saved:
+        if self._hurry and not self._files.descriptors and self._has(RUN):
             return True  # ended by a signal, with snapshots that are only here: they are left for the next run
         if not _lock_alone(self._alive):
             return False
@@ -151,7 +130,7 @@ class Keeper:
         if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
             return descriptor
         os.close(descriptor)
-        raise OSError(f"{name} is no file of this folder alone")
+        raise OSError(f"{name} is a link or not a regular file")
 
 
 class HeldFiles:
@@ -215,81 +194,15 @@ class HeldFiles:
         os.close(self.descriptors.pop(token))
 
 
-class RescueProcess:
-    """The process that saves the newest snapshot to the root: when it is due, and what has become of it."""
-
-    def __init__(self, keeper: Keeper) -> None:
-        self._keeper = keeper
-        self._child: int | None = None
-        self._kill_at = 0.0
-        self.reset()
-
-    def reset(self) -> None:
-        """Somebody lives. A process at work notices that by itself, and gives way."""
-        if self._child is not None:
-            self._reap()
-        self._ended = False
-        self.has_saved = False
-        self._not_before = 0.0
-
-    def tend(self, deserted: float, *, hurry: bool) -> bool:
-        """Start it when it is due, after so many seconds without anybody. Returns whether it is at work."""
-        if self._child is not None:
-            self._reap(hurry=hurry)
-        elif not self._ended and self._is_due(deserted, hurry=hurry):
-            self._start()
-        return self._child is not None
-
-    def _is_due(self, deserted: float, *, hurry: bool) -> bool:
-        wanted = self._keeper.facts().get("rescue")
-        after = min(float(wanted["after"]), self._keeper.settings["linger"]) if wanted else 0.0
-        return bool(wanted) and (hurry or (deserted >= after and time.monotonic() >= self._not_before))
-
-    def _start(self) -> None:
-        """SIGTERM is blocked in it from its first instruction: it ends by itself, or at its deadline."""
-        path = os.pathsep.join(filter(None, [self._keeper.settings["library"], os.environ.get("PYTHONPATH")]))
-        log = f"{self._keeper.path}/{LOG}"
-        append = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-        try:
-            self._child = os.posix_spawn(
-                sys.executable,
-                [sys.executable, "-m", "ckpt.memory.rescue", self._keeper.path],
-                {**os.environ, "PYTHONPATH": path},
-                file_actions=[(os.POSIX_SPAWN_OPEN, 2, log, append, 0o600)],
-                setsigmask=[signal.SIGTERM, signal.SIGINT, signal.SIGHUP],
-            )
-        except OSError as error:
-            self._keeper.log(f"no process to rescue the newest snapshot: {error}")
-            self._ended = True
-            return
-        deadline = float((self._keeper.facts().get("rescue") or {}).get("deadline", 0.0))
-        self._kill_at = time.monotonic() + deadline + _GRACE
-
-    def _reap(self, *, hurry: bool = False) -> None:
-        assert self._child is not None
-        ended, status = os.waitpid(self._child, os.WNOHANG)
-        if not ended:
-            if time.monotonic() > self._kill_at:
-                os.kill(self._child, signal.SIGKILL)
-            return
-        self._child = None
-        code = os.waitstatus_to_exitcode(status)
-        self.has_saved = code == DONE
-        self._ended = code in (DONE, REFUSED) or hurry
-        self._not_before = time.monotonic() + _RETRY
-        if code < 0:
-            self._keeper.log(f"the rescue was ended by signal {-code}")
-
-
 def main() -> None:
     """Detach from whoever has started this, say `ready` and who it is on standard output, and keep the folder."""
-    path, settings = sys.argv[1], json.loads(sys.argv[2])
+    path, linger = sys.argv[1], float(sys.argv[2])
     if os.fork():
         os._exit(0)
     os.umask(0o077)
     os.chdir("/")
     try:
-        keeper = Keeper(path, settings)
+        keeper = Keeper(path, linger)
     except Taken as taken:
         print("ready", taken, flush=True)
         return

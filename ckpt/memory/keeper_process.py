@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from ckpt.errors import StorageError
 from ckpt.memory import keeper
@@ -41,7 +39,7 @@ class KeeperProcess:
         return start_time(self.process) == self.started
 
     def wait(self, seconds: float) -> bool:
-        """Wait until it has ended, for at most so many seconds. Returns whether it has."""
+        """Wait at most this many seconds for the keeper to end. Returns True if the keeper has ended."""
         deadline = time.monotonic() + seconds
         while self.is_alive:
             if time.monotonic() > deadline:
@@ -55,8 +53,7 @@ def start_keeper(place: MemoryPlace) -> KeeperProcess | None:
 
     Where `CKPT_MEMORY_KEEPER` is `off`, none is, and nothing is said.
 
-    It has a session of its own and outlives this process, its group and its terminal. What it is to rescue it reads in
-    `run.json` when the time has come.
+    It has a session of its own and outlives this process, its group and its terminal.
     """
     if is_turned_off():
         return None
@@ -64,8 +61,8 @@ def start_keeper(place: MemoryPlace) -> KeeperProcess | None:
         return require_keeper(place)
     except KeeperError as error:
         _log.warning(
-            "no keeper process for the snapshots in memory: %s A restart still uses them, but nobody rescues them, "
-            "and the next run on this host removes them.", error,
+            "ckpt could not start a keeper process for the snapshots in memory: %s A restart still uses them, and the "
+            "next run on this host removes them.", error,
         )  # fmt: skip
         return None
 
@@ -116,10 +113,9 @@ def is_turned_off() -> bool:
 
 
 def _start(place: MemoryPlace) -> KeeperProcess:
-    settings = {"linger": linger_seconds(), "library": str(Path(keeper.__file__).resolve().parents[2])}
     if not sys.executable:
-        raise KeeperError("this interpreter has no executable.")
-    command = [sys.executable, "-I", "-S", os.path.abspath(keeper.__file__), str(place.path), json.dumps(settings)]
+        raise KeeperError("sys.executable is empty.")
+    command = [sys.executable, "-I", "-S", os.path.abspath(keeper.__file__), str(place.path), str(linger_seconds())]
     process = subprocess.Popen(  # noqa: S603 - this interpreter, and our own file
         command,
         stdin=subprocess.DEVNULL,

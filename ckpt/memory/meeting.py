@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+import sys
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.errors import CkptError, ConfigError, StorageError
+from ckpt.errors import CkptError, StorageError
 from ckpt.memory import room
-from ckpt.memory.keeper_process import (
-    KEEPER_VARIABLE,
-    KeeperError,
-    is_turned_off,
-    living_keeper,
-    require_keeper,
-    start_keeper,
-)
+from ckpt.memory.keeper_process import KeeperError, living_keeper, require_keeper, start_keeper
 from ckpt.memory.place import (
     MemoryPlace,
     PlaceError,
@@ -28,7 +22,6 @@ from ckpt.memory.place import (
     remove_token,
     write_token,
 )
-from ckpt.memory.rescue import rescue_settings
 from ckpt.memory.slot_storage import hold_memory, is_held, replica_storage, slot_storage
 from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts, host_name
@@ -44,23 +37,17 @@ class Meeting:
     """Finds or makes the folder in memory that the ranks of a host share. Every rank makes the same calls.
 
     A root has a token while a run uses it with a memory tier. A root that was removed and made anew has another one, so
-    that its run does not resume from the memory of the run before. `rescue`: whether the keeper saves the newest
-    snapshot to the root when the run has died; `options`: those of the root's storage; `separate_roots`: whether every
-    host has a root of its own.
+    that its run does not resume from the memory of the run before.
     """
 
     ranks: Ranks
     root: Storage
-    rescue: bool = False
-    options: Mapping[str, Any] | None = None
-    separate_roots: bool = False
     place: MemoryPlace | None = None
     hosts: Hosts = ONE_SHARED_ROOT
     complete: bool = False  # every host has a folder
     _token: str = field(default="", init=False)
     _is_found: bool = field(default=False, init=False)
     _taken: int = field(default=0, init=False)  # bytes of snapshots, when they were last counted
-    _has_warned: bool = field(default=False, init=False)
 
     @property
     def owns_place(self) -> bool:
@@ -82,16 +69,9 @@ class Meeting:
             _log.warning("this run can't use the snapshots in memory: %s", problem)
 
     def settle(self) -> None:
-        """The root is locked, and the snapshots that were found are those that this run continues from: its settings
-        are the folder's now, and it has a keeper."""
-        place = self.place
-        if place is None or not self.owns_place:
-            return
-        try:
-            place.record(rescue=self._settings())
-        except OSError as error:
-            _log.warning("%s cannot be written: %s. Its snapshots are still used.", place.path, error.strerror)
-        start_keeper(place)
+        """The root is locked, and this run continues from the snapshots that were found: they have a keeper."""
+        if self.place is not None and self.owns_place:
+            start_keeper(self.place)
 
     def forget(self) -> None:
         """The root is locked, and what was found, here or on other hosts, is not what this run continues from.
@@ -135,6 +115,7 @@ class Meeting:
         with suppress(StorageError):  # as many as before, where a file goes while they are counted
             stored = (slot_storage(place), replica_storage(place))
             self._taken = sum(entry.size for found in stored for entry in found.list())
+            self._taken += sum(found.unused() for found in stored)
         return room.measure(place.path, self._taken, held=is_held(place))
 
     def remove(self) -> None:
@@ -167,7 +148,7 @@ class Meeting:
 
     def _make_place(self, *, held: bool) -> MemoryPlace:
         """A new folder, with a keeper, which with `held` holds the snapshots' memory: then there is none without it."""
-        place = MemoryPlace.create(self._identity, root_shown=place_of(self.root), rescue=self._settings())
+        place = MemoryPlace.create(self._identity, root_shown=place_of(self.root))
         if not held:
             start_keeper(place)
             return place
@@ -176,24 +157,10 @@ class Meeting:
             require_keeper(place)
         except KeeperError as error:
             place.remove()
-            raise PlaceError(f"{memory_directory()} is too small, and there is no keeper process: {error}") from error
+            raise PlaceError(
+                f"{memory_directory()} is too small, and ckpt could not start a keeper process: {error}"
+            ) from error
         return place
-
-    def _settings(self) -> dict[str, Any] | None:
-        """What the keeper needs for a rescue; None, with one warning, where there can be none."""
-        if not self.rescue:
-            return None
-        settings, problem = None, ""
-        try:
-            settings = rescue_settings(self.root, self.options, separate_roots=self.separate_roots)
-        except ConfigError as error:
-            problem = str(error)
-        if is_turned_off():
-            problem = f"Memory(rescue=True) has no effect: {KEEPER_VARIABLE}=off, and nobody else rescues."
-        if problem and not self._has_warned:
-            self._has_warned = True
-            _log.warning("%s", problem)
-        return settings
 
     def _enter(self, find: Callable[[], MemoryPlace | None]) -> str:
         """Owners find their folders, and the other ranks of their hosts enter them. Returns what went wrong."""
@@ -226,6 +193,8 @@ class Meeting:
 
 def host_identity() -> str:
     """Equal for processes that see the same folder of memory, whatever their containers and host names are."""
+    if sys.platform != "linux":
+        raise PlaceError("only Linux has the shared memory that ckpt uses. ckpt saves to the root as usual.")
     try:
         seen = os.stat(memory_directory())
     except OSError as error:

@@ -1,7 +1,7 @@
 """The folder of a run in a host's memory: what it says of itself, who may find it, who lives in it, how it is removed.
 
 A token, a file in the root, tells a folder that the root is still the one it belongs to: a root that was removed and
-made anew has another one, or none. Imports no torch: the keeper, the rescue and `ckpt memory` use it too.
+made anew has another one, or none. Imports no torch: `ckpt memory` uses it too.
 """
 
 from __future__ import annotations
@@ -31,24 +31,18 @@ from typing import Any
 from ckpt.errors import AbsentError, StorageError
 from ckpt.storage import Staging, Storage, place_of
 from ckpt.storage.local.files import has_one_name, open_regular
-from ckpt.util.checked_json import Rule, broken_rules, is_count, is_finite, is_mapping, is_text, parse_json
+from ckpt.util.checked_json import Rule, broken_rules, is_count, is_mapping, is_text, parse_json
 from ckpt.util.console import utc_now
 from ckpt.util.threads import boot_id
 from ckpt.version import __version__
 
 _MOST_FACTS = 64 << 10  # bytes
-_RESCUE = {
-    "root": Rule(is_text, "text"),
-    "after": Rule(is_finite, "a number of seconds"),
-    "deadline": Rule(is_finite, "a number of seconds"),
-}
 _RULES = {
     "format": Rule(is_count, "a number"),
     "uid": Rule(is_count, "a number"),
     "created": Rule(is_text, "text"),
     "root_sha256": Rule(is_text, "text"),
     "versions": Rule(is_mapping(is_text), "names with text"),
-    "rescue": Rule(lambda value: value is None or not broken_rules(value, _RESCUE), "settings", required=False),
 }
 
 
@@ -112,7 +106,7 @@ class OpenDescriptors:
         self._descriptors.discard(descriptor)
 
     def close(self, descriptor: int) -> None:
-        """Close a descriptor, unless this is a forked child, where it is closed already."""
+        """Close a descriptor. A forked child has closed its copy already, and does nothing here."""
         if descriptor in self._descriptors:
             self._descriptors.discard(descriptor)
             os.close(descriptor)
@@ -177,9 +171,7 @@ class MemoryPlace:
         return min(ours, key=lambda place: place.idle_seconds, default=None)
 
     @classmethod
-    def create(
-        cls, root_identity: str, *, root_shown: str, rescue: Mapping[str, Any] | None = None, **facts: Any
-    ) -> MemoryPlace:
+    def create(cls, root_identity: str, *, root_shown: str, **facts: Any) -> MemoryPlace:
         """Make a new folder under a name that nobody can guess, and live in it. `root_shown` must hold no secret."""
         path = memory_directory() / f"ckpt-{secrets.token_hex(16)}"
         facts = {
@@ -191,14 +183,13 @@ class MemoryPlace:
             "root": root_shown,
             "root_sha256": digest_of(root_identity),
             "created": utc_now(),
-            "rescue": dict(rescue) if rescue else None,
             "keeper": None,
             **facts,
         }
         try:
             path.mkdir(mode=0o700)
         except OSError as error:
-            raise PlaceError(f"{path.parent} takes no folder: {error.strerror or error}.") from error
+            raise PlaceError(f"could not create a folder in {path.parent}: {error.strerror or error}.") from error
         place = cls(path, facts)
         try:
             place._fill()
@@ -253,7 +244,7 @@ class MemoryPlace:
         try:
             _lock_shared(descriptor, self.path)
             if not _is_same_file(descriptor, self.path / ALIVE):
-                raise PlaceError(f"{self.path} was removed just now.")
+                raise PlaceError(f"another process has just removed {self.path}.")
             note_life(descriptor)
         except BaseException:
             with _held.guard:
@@ -361,7 +352,7 @@ def _open_alive(folder: Path) -> int:
     try:
         return open_regular(folder / ALIVE, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError as error:
-        raise PlaceError(f"{folder} cannot be entered: {error.strerror or error}.") from error
+        raise PlaceError(f"could not open {folder}: {error.strerror or error}.") from error
 
 
 def _lock_shared(descriptor: int, folder: Path) -> None:
@@ -371,7 +362,7 @@ def _lock_shared(descriptor: int, folder: Path) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
             if time.monotonic() > deadline:
-                raise PlaceError(f"{folder} is being removed by another process.") from error
+                raise PlaceError(f"another process is removing {folder}.") from error
             time.sleep(_PAUSE)
         else:
             return
@@ -470,8 +461,8 @@ def remove_token(root: Storage) -> bool:
         root.delete([TOKEN])
     except StorageError as error:
         _log.warning(
-            "%s/%s cannot be removed: %s Remove it, or a later run with memory= may resume from snapshots in "
-            "memory that are older than this run's checkpoints.", root.url, TOKEN, error,
+            "ckpt could not remove %s/%s: %s Remove it yourself. Otherwise a later run with memory= may resume from "
+            "snapshots in memory that are older than this run's checkpoints.", root.url, TOKEN, error,
         )  # fmt: skip
     return True
 

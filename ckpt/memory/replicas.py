@@ -161,7 +161,7 @@ class Conversation:
     def check(self, tag: torch.Tensor, sender: int) -> None:
         if not hmac.compare_digest(self._mac.digest(), tag.numpy().tobytes()):
             raise LinkError(
-                f"what came in the name of rank {sender} was not sent by it: somebody else is on the network."
+                f"a message in the name of rank {sender} did not come from it: somebody else is on the network."
             )
 
 
@@ -248,7 +248,7 @@ class HostLink:
         length = torch.zeros(1, dtype=torch.int64)
         self._receive(length, sender)
         if not 0 < int(length) <= _MOST_HEADER:
-            raise LinkError(f"rank {sender} sends something else than a snapshot.")
+            raise LinkError(f"rank {sender} sent something that is not a snapshot.")
         data = torch.empty(int(length), dtype=torch.uint8)
         self._receive(data, sender)
         self._check_tag(sender)
@@ -402,7 +402,7 @@ class Replicas:
         return any(transfer.receiver == self.ranks.rank for transfer in transfers)
 
     def close(self) -> None:
-        """End the transfer under way."""
+        """Stop the transfer under way."""
         if self._link is not None:
             self._link.closing = True
 
@@ -454,9 +454,9 @@ class Replicas:
             f"{hosts.names[one.receiver]} has {one.name} from {hosts.names[one.sender]}" for one in transfers
         )
         if problem:
-            _log.warning("snapshots in the memory of other hosts cannot be used: %s", problem)
+            _log.warning("ckpt can't use the snapshots in the memory of other hosts: %s", problem)
         else:
-            _log.info("snapshots in memory were sent between hosts: %s", sent)
+            _log.info("hosts sent each other snapshots in memory: %s", sent)
 
     def _turn_off(self, why: str) -> None:
         self.is_off = True

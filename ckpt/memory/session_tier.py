@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ckpt")
 
 
-def build_tier(
-    saver: Saver, every: int | None, storage_options: Mapping[str, Any] | None, *, rescue: bool, replicas: int
-) -> MemoryTier | None:
+def build_tier(saver: Saver, every: int | None, *, replicas: int) -> MemoryTier | None:
     """The memory tier beside the root of this saver, with a snapshot every so many steps; None for none.
 
     A run without one continues from the root alone: what an earlier run has left in memory is then the root's no more.
@@ -46,7 +44,7 @@ def build_tier(
     from ckpt.memory.replicas import Replicas
     from ckpt.memory.tier import MemoryTier
 
-    meeting = Meeting(root.ranks, root.storage, rescue, storage_options, root.hosts.separate_roots)
+    meeting = Meeting(root.ranks, root.storage)
     tier = MemoryTier(every, root.ranks, saver, meeting, Replicas(root.ranks, replicas))
     if is_main:
         root.lock.call_when_taken(partial(_tell_held, weakref.ref(tier)))
@@ -63,8 +61,8 @@ def _tell_held(tier: weakref.ref[MemoryTier]) -> None:
 def _leave_snapshots(root: Storage) -> None:
     if remove_token(root):
         _log.warning(
-            "a run of %s has ended without close(), and may have left snapshots in memory that are newer than its "
-            "checkpoints. A run without memory= does not use them, nor will a later one.", root.url,
+            "a run of %s ended without close(), and may have left snapshots in memory that are newer than its "
+            "checkpoints. This run has no memory=, so ckpt will not use those snapshots, now or later.", root.url,
         )  # fmt: skip
 
 
@@ -95,9 +93,9 @@ def _warn_of_damage(passed_over: Mapping[str, str], crashed_at: int | None, step
     """Name the snapshots that could not be used, and how many steps that takes training back."""
     unusable = [name for name, why in passed_over.items() if name.endswith(_MARK) and why != STRAY]
     if unusable:
-        lost = f": {crashed_at - step:,} steps of it are lost" if crashed_at is not None and crashed_at > step else ""
+        lost = f" and loses {crashed_at - step:,} steps" if crashed_at is not None and crashed_at > step else ""
         _log.warning(
-            "could not use %s. Training had reached step %s, and continues from step %s%s.",
+            "ckpt could not use %s. Training had reached step %s; it continues from step %s%s.",
             ", ".join(unusable), "?" if crashed_at is None else f"{crashed_at:,}", f"{step:,}", lost,
         )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 Where the tmpfs is too small, their large files are links to memory that the keeper holds: the writer makes a memfd, and
 asks the keeper to hold it too. Nobody else asks the keeper for anything: it may be stopped, and what it holds is read
-all the same. Imports no torch: the rescue and `ckpt memory` use it too.
+all the same. Imports no torch: `ckpt memory` uses it too.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _PATIENCE = 3.0  # seconds for the keeper to take a file, which takes it a quart
 _PAUSE = 0.005
 
 
-def slot_storage(place: MemoryPlace | None, folder: str = SLOTS) -> Storage:
+def slot_storage(place: MemoryPlace | None, folder: str = SLOTS) -> VolatileStorage:
     """The snapshots of a place, as a root of checkpoints; where a host has none, a root without any."""
     if place is None:
         return VolatileStorage(memory_directory() / "ckpt-none")
     return VolatileStorage(place.path / folder, partial(_hold, place.path / HELD) if is_held(place) else None)
 
 
-def replica_storage(place: MemoryPlace) -> Storage:
+def replica_storage(place: MemoryPlace) -> VolatileStorage:
     """The snapshots of another host that this one keeps, as a root of checkpoints."""
     return slot_storage(place, REPLICA)
 
@@ -79,7 +79,7 @@ def _wait_for(held: Path) -> None:
     deadline = time.monotonic() + _PATIENCE
     while not os.path.lexists(held):
         if time.monotonic() > deadline:
-            raise TransientError(f"the keeper process did not answer for {_PATIENCE:g} s (is it stopped?)")
+            raise TransientError(f"the keeper process did not answer for {_PATIENCE:g} s. Is it stopped?")
         time.sleep(_PAUSE)
 
 
@@ -90,4 +90,4 @@ def _check(path: Path, descriptor: int) -> None:
             return
     where = os.readlink(path)
     path.unlink()
-    raise StorageError(f"the memory that the keeper process holds cannot be reached through {where}.")
+    raise StorageError(f"could not open the keeper process's memory through {where}.")

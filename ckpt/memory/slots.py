@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from ckpt.errors import FullError, LockedError
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
+from ckpt.load.select import in_memory
 from ckpt.memory.slot_storage import remove_files
 from ckpt.ranks.consensus import Result, SingleProcess, decide_together
 from ckpt.root import catalog, deletion
@@ -34,6 +35,9 @@ class SlotWriter(RootWriter):
 
     log_level: ClassVar[int] = logging.DEBUG
     main: RootWriter = field(default_factory=_no_root)
+
+    def label(self, name: str) -> str:
+        return in_memory(name)
 
     def reserve(self) -> int:
         self.numbering.note(self.main._highest)
@@ -75,12 +79,12 @@ class SlotWriter(RootWriter):
 
     def commit_manifest(self, attempt: Attempt, manifest: Manifest, receipts: Mapping[str, str]) -> None:
         super().commit_manifest(attempt, manifest, receipts)
-        self._trim()
+        self.trim()
 
     def retain(self) -> None:
         """Nothing: each snapshot makes room for itself, and two of them need neither an index nor a history."""
 
-    def _trim(self) -> None:
+    def trim(self) -> None:
         """Give back the memory of removed snapshots that the new one has not used."""
         if isinstance(self.storage, VolatileStorage):
             self.storage.trim()
@@ -94,7 +98,7 @@ class SlotSaver(Saver):
     """Saves into memory. An error waits for the next snapshot; the memory of a snapshot is free when it is written."""
 
     root: SlotWriter
-    written_size: int | None = None  # bytes of the last snapshot that this rank wrote
+    size: int | None = None  # bytes of a snapshot that this rank writes: of the last, or of the one prepared for
     after_commit: Callable[[str], None] | None = None  # called with the name of a snapshot, before the next one
 
     def _capture(self, request: SaveRequest, root: RootWriter, *, snapshot: bool) -> SaveTransaction:
@@ -109,32 +113,44 @@ class SlotSaver(Saver):
         """What has failed already needs no training to wait for it either: other ranks learn of it on this thread."""
         return save.detached or save.captured.error is not None
 
+    def prepare(self, request: SaveRequest) -> None:
+        """Make memory ready for snapshots like this: to get its pages takes seconds. Every rank makes this call."""
+        self._make_room(request.name)
+        captured = request.capture().encode()
+        self.size = sum(file.size for file in captured.files)
+        self.snapshots.prepare(captured.snapshot_files, self.root.storage)
+
     def _carry_out(self, save: SaveTransaction) -> None:
         try:
-            self._make_room(save)
+            self._make_room_for(save)
             super()._carry_out(save)
-            self.written_size = sum(file.size for file in save.written)
+            self.size = sum(file.size for file in save.written)
         finally:
             self._release_written()
+        self.snapshots.memory.prepare_another()
         if self.after_commit is not None and self.root.owns_root:
             self.after_commit(save.request.name)
 
-    def _make_room(self, save: SaveTransaction) -> None:
-        """On all ranks, before any takes the memory of what another removes."""
-        call = f"step() (memory, room for {save.request.name})"
+    def _make_room_for(self, save: SaveTransaction) -> None:
         try:
-            with self._channel.working():
-                decide_together(self._channel, call, Result.capture(self.root.make_room), lambda _: None)
+            self._make_room(save.request.name)
         except BaseException:
             save.discard()
             raise
+
+    def _make_room(self, name: str) -> None:
+        """On all ranks, before any takes the memory of what another removes."""
+        call = f"step() (memory, room for {name})"
+        with self._channel.working():
+            decide_together(self._channel, call, Result.capture(self.root.make_room), lambda _: None)
 
     def _after_failure(self, root: RootWriter, name: str, error: Exception) -> None:
         root.abandon(name, error)
 
     def close(self) -> None:
-        """Release the folder. The memory of snapshots is the root's saver's too, and stays with it."""
+        """Release the folder. The memory of snapshots stays with the root's saver, which uses it too."""
         if not self.busy and self.owner.is_here:
             self._release_written()
             self.snapshots.memory.release_files()
+            self.root.trim()  # what was made ready, and never used
             self.root.close()

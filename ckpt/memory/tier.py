@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -35,9 +36,8 @@ def warn_of_unsaved(root: RootWriter, taken_at: int) -> None:
         if max(steps, default=0) < taken_at:
             there = f"step {max(steps):,}" if steps else "none"
             _log.warning(
-                "the run ends with step %s only in memory, where ckpt removes it: the newest checkpoint in %s is %s. "
-                "Call "
-                "save_state() at the end of the training.", f"{taken_at:,}", root.storage.url, there,
+                "the run ends with step %s only in memory, and ckpt now removes that snapshot: the newest checkpoint "
+                "in %s is %s. Call save_state() at the end of the training.", f"{taken_at:,}", root.storage.url, there,
             )  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def warn_left_out(every: int) -> None:
     """Once: the snapshot before is still being written, or copied to the next host."""
     _log.warning(
         "Skipped a memory snapshot: the previous one is still being written. Memory(every=%d) is too often for this "
-        "machine. Further skips are only counted.", every,
+        "machine. From now on, ckpt only counts the skips.", every,
     )  # fmt: skip
 
 
@@ -57,6 +57,7 @@ def report_off_until(step: int, why: str, *, again: bool) -> None:
 
 _PAUSE = 10  # intervals between snapshots until a tier that gave way is tried again; doubled every time
 _LONGEST_PAUSE = 1000
+_WORTH_PREPARING = 64 << 20  # bytes
 _PATIENCE = 2.0  # seconds that the end of a failed run waits for the snapshot under way
 
 
@@ -81,9 +82,10 @@ class MemoryTier:
     _error: Exception | None = None  # of the last snapshot
     _taken_at: int | None = None  # step at which one was due
     _held_at: int | None = None  # step of the newest one that was begun and not given up
-    _continues: bool = False  # whether this run continues from what is in memory
+    continues: bool = False  # whether this run continues from what is in memory
     _is_settled: bool = False  # what was there before is this run's own, or was removed
     _has_trained: bool = False
+    _is_prepared: bool = False  # or it was tried
     _resume_at: int = 0  # the step before which nothing is tried, after the tier gave way
     _pause: int = _PAUSE
     _said: set[str] = field(default_factory=set)
@@ -121,10 +123,10 @@ class MemoryTier:
         has the root and makes a step. Until then the snapshots may be those of a run that lives. Every rank makes this
         call.
         """
-        self._continues = passed_over is not None
+        self.continues = passed_over is not None
         self._damaged |= set(passed_over or ())
         self._taken_at = None  # training may have gone back: the same step is taken again
-        if self._is_settled and not self._continues:
+        if self._is_settled and not self.continues:
             self._held_at = None
             self._close_slots()
             self.meeting.forget()
@@ -133,7 +135,7 @@ class MemoryTier:
         """The main rank has locked the root: what is in memory elsewhere, and not continued from, is not the root's."""
         if self._is_settled:
             self.meeting.renew_token()  # the root was removed under this run, and made anew
-        elif not self._continues:
+        elif not self.continues:
             remove_token(self.saver.root.storage)
 
     def settle(self) -> None:
@@ -141,7 +143,7 @@ class MemoryTier:
         if self._is_settled or not self._meet():
             return
         self._is_settled = True
-        self.meeting.settle() if self._continues else self.meeting.forget()
+        self.meeting.settle() if self.continues else self.meeting.forget()
 
     def stepped(self, step: int) -> None:
         """Record the step that training has reached: a restart says what the crash has cost. On every rank.
@@ -149,7 +151,7 @@ class MemoryTier:
         The first step after a load that has left the snapshots takes the root: without that, a crash before the next
         save or snapshot would resume from what was gone back from.
         """
-        if not (self._is_settled or self._continues or self.is_off) and self._meet():
+        if not (self._is_settled or self.continues or self.is_off) and self._meet():
             self._take_root()
         self._has_trained = True
         if self.meeting.place is not None and self._is_settled and self.ranks.rank == MAIN:
@@ -161,25 +163,45 @@ class MemoryTier:
         due = step > 0 and step % self.every == 0 and step >= self._resume_at
         return due and not self.is_off and step != self._taken_at
 
+    def is_to_prepare(self, step: int) -> bool:
+        """Whether memory is to be made ready after this step, the first of a run. The same on every rank.
+
+        A run that continues from memory has its pages already.
+        """
+        is_over = self._is_prepared or self.continues or self.is_off or self._taken_at is not None
+        return step > 0 and not is_over and not self.is_due(step)
+
+    def prepare(self, request: SaveRequest, step: int) -> None:
+        """Begin to make the memory of the first snapshot ready, if it is large. Every rank makes this call."""
+        self._is_prepared = True
+        verdict = self._agreed(request, step, least=_WORTH_PREPARING)
+        if verdict == SAVE:
+            self._try(lambda slots: slots.prepare(request))
+
     def save(self, request: SaveRequest, step: int) -> None:
         """Take a snapshot, unless that of before is under way or there is no room. Every rank makes this call."""
         began = time.monotonic()
         self._taken_at = step
+        verdict = self._agreed(request, step)
+        if verdict == SKIP:
+            self._skip()
+        elif verdict == SAVE:
+            self._begin(request)
+        self.statistics.waited += time.monotonic() - began
+
+    def _agreed(self, request: SaveRequest, step: int, least: int = 0) -> str:
+        """What all ranks do. To give way is done here."""
         if not self._meet() or not self._take_root():
-            return
-        verdict = self._agree(request)
+            return GIVE_WAY
+        verdict = self._agree(request, least)
         if verdict["do"] == SAVE and not self.meeting.complete:
             verdict = self._settle_in(verdict)
         if verdict["do"] == GIVE_WAY:
             self._give_way(verdict, step)
-        elif verdict["do"] == SKIP:
-            self._skip()
-        else:
-            self._begin(request)
-        self.statistics.waited += time.monotonic() - began
+        return verdict["do"]
 
     def wait(self) -> None:
-        """Until no snapshot is under way. Raises nothing: the next one says what went wrong."""
+        """Wait until no snapshot is under way. Raises no error: the next snapshot reports what went wrong."""
         if self._slots is not None:
             try:
                 self._slots.wait()
@@ -187,9 +209,10 @@ class MemoryTier:
                 self._error = error
 
     def close(self, *, keep: bool) -> None:
-        """End the tier: remove all that is in memory, or, with `keep`, leave it for a restart.
+        """End the tier: remove all snapshots in memory, or, with `keep`, leave them for a restart.
 
-        So is it by whoever has only looked. A restart does not wait for a snapshot of which another rank may have died.
+        A run that has only looked at the snapshots leaves them in memory too. With `keep`, ckpt does not wait for a
+        snapshot under way: another rank may have died in the middle of one.
         """
         if keep and self._slots is not None:
             self._slots.abandon(_PATIENCE)
@@ -201,7 +224,7 @@ class MemoryTier:
         if self._has_received and not self._is_settled:  # only to look: the other host has it as well
             self.meeting.remove()
         self.meeting.end() if has_worked and not keep else self.meeting.leave()
-        self._is_settled = self._continues = False  # the root is released: other runs may come
+        self._is_settled = self.continues = False  # the root is released: other runs may come
         if self.ranks.rank == MAIN and self.statistics.taken:
             _log.info("%s", self.statistics)
 
@@ -228,11 +251,17 @@ class MemoryTier:
             self.settle()
         return not self.is_off
 
-    def _agree(self, request: SaveRequest) -> Verdict:
-        """What all ranks do, as the main rank decides from what each of them sees."""
+    def _agree(self, request: SaveRequest, least: int) -> Verdict:
+        """What all ranks do, as the main rank decides from what each of them sees; nothing if all have less to save."""
         view = self._view(request)
         call, copies = f"step() (memory, {request.name})", bool(self.replicas.count and not self.replicas.is_off)
-        return decide_together(self.ranks, call, Result(view), lambda views: verdict_of(views, self.hosts, copies))
+
+        def decide(views: list[View]) -> Verdict:
+            if all(view["size"] < least for view in views):
+                return {"do": SKIP, "why": "", "free": False, "small": []}
+            return verdict_of(views, self.hosts, copies)
+
+        return decide_together(self.ranks, call, Result(view), decide)
 
     def _view(self, request: SaveRequest) -> View:
         view: View = {"busy": False, "error": "", "full": False, "size": 0, "peak": 0, "room": None}
@@ -267,21 +296,27 @@ class MemoryTier:
 
     def _begin(self, request: SaveRequest) -> None:
         self.replicas.prepare(self.hosts)
-        try:
-            slots = self._open_slots()
+
+        def begin(slots: SlotSaver) -> None:
             self.saver.release_idle()
             slots.save(request, wait=False)
             self.meeting.note_life()
             self.statistics.taken += 1
             self._held_at = self._taken_at
+
+        self._try(begin)
+
+    def _try(self, do: Callable[[SlotSaver], None]) -> None:
+        try:
+            do(self._open_slots())
         except Exception as error:  # of any kind: all ranks learn of it before the next snapshot
             self._error = error
 
     def _size_of(self, request: SaveRequest) -> int:
         """Bytes that this rank writes: as many as for the last snapshot, or what it would write now."""
-        if self._slots is None or self._slots.written_size is None:
+        if self._slots is None or self._slots.size is None:
             return sum(file.size for file in request.capture().encode().files)
-        return self._slots.written_size
+        return self._slots.size
 
     def _open_slots(self) -> SlotSaver:
         if self._slots is None:

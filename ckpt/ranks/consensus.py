@@ -69,6 +69,10 @@ class Ranks(Protocol):
     def first_wins(self, key: str, value: str) -> str:
         """Compare-and-set: the value of the first rank that calls this, on every rank. Does not wait."""
 
+    def speaks_for(self, text: str) -> bool:
+        """Whether this rank is the first of all that ask with this text before the same gather: what ranks have alike
+        need be sent once. Now and then, after a gather that was given up, several are the first. Does not wait."""
+
     def silent(self, ranks: list[int], watch: LivenessWatch) -> list[int]:
         """Those of `ranks` that have sent no heartbeat for the timeout. Does not wait."""
 
@@ -129,6 +133,9 @@ class SingleProcess:
     def first_wins(self, key: str, value: str) -> str:
         return self._values.setdefault(key, value)
 
+    def speaks_for(self, text: str) -> bool:
+        return True
+
 
 Value = TypeVar("Value")
 Other = TypeVar("Other")
@@ -185,6 +192,14 @@ class Result(Generic[Value]):
         text = fields["text"]
         return cls(error=FollowingError(text) if fields["follows"] else _make_error(fields["kind"], text))
 
+    def raise_joint(self, decision: Result[Other], world_size: int) -> Other:
+        """What all ranks decided; or the error that all of them raise, on this rank with the traceback of its own."""
+        if self.error is not None and (world_size == 1 or str(self.error) == str(decision.error)):
+            raise self.error
+        if decision.error is not None:
+            raise decision.error from self.error
+        return decision.get()
+
 
 def decide_together(ranks: Ranks, call: str, mine: Result[Value], decide: Callable[[list[Value]], Other]) -> Other:
     """Gather every rank's result on rank 0, run `decide` there, return its value on every rank.
@@ -199,23 +214,11 @@ def decide_together(ranks: Ranks, call: str, mine: Result[Value], decide: Callab
         raise mine.error from error  # it came first, and may be why another rank has gone
     if ranks.rank == MAIN:
         with ranks.working():  # `decide` may remove files, or wait for a lock
-            decision = Result.capture(lambda: decide(_values(call, [mine.to_json(call), *answers[1:]])))
+            decision = Result.capture(lambda: decide(values_of(call, [mine.to_json(call), *answers[1:]])))
         ranks.broadcast(call, decision.to_json(call))
     else:
         decision = Result[Other].from_json(ranks.broadcast(call, ""))
-    if mine.error is not None and (ranks.world_size == 1 or str(mine.error) == str(decision.error)):
-        raise mine.error  # it has its traceback
-    if decision.error is not None:  # the same on every rank, whatever each of them met
-        raise decision.error from mine.error
-    return decision.get()
-
-
-def first_of_each(digests: list[str]) -> list[int]:
-    """On the main rank: the first rank of all that have the same digest, for every digest. It speaks for the others."""
-    first: dict[str, int] = {}
-    for rank, text in enumerate(digests):
-        first.setdefault(text, rank)
-    return list(first.values())
+    return mine.raise_joint(decision, ranks.world_size)
 
 
 def run_on_all_ranks(ranks: Ranks, call: str, do: Callable[[], Value]) -> Value:
@@ -226,7 +229,7 @@ def run_on_all_ranks(ranks: Ranks, call: str, do: Callable[[], Value]) -> Value:
     return mine.get()
 
 
-def _values(call: str, answers: list[str]) -> list[Any]:
+def values_of(call: str, answers: list[str]) -> list[Any]:
     """The values of all ranks; raises one error for all that failed, with the ranks where they did."""
     said = [json.loads(answer) for answer in answers]
     _require_same_call(call, said)
@@ -243,7 +246,7 @@ def _require_same_call(call: str, said: list[Any]) -> None:
     if any(other != call for other in calls.values()):
         listed = "; ".join(f"{format_ranks(found)} called {other}" for other, found in ranks_by_value(calls).items())
         raise RanksError(
-            f"the ranks do different things: {listed}. Every rank must make the same calls in the same order."
+            f"the ranks make different calls: {listed}. Every rank must make the same calls in the same order."
         )
 
 

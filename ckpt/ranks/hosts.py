@@ -78,7 +78,7 @@ def find_hosts(ranks: Ranks, storage: Storage, *, shared: bool | None) -> Hosts:
     storage.delete([probes[ranks.rank]])
     hosts = Hosts(tuple(first for first, _ in views), tuple(name for _, name in views))
     if hosts.separate_roots and ranks.rank == MAIN:
-        _log.warning("%s is not shared: each of these keeps what its ranks save: %s", storage.url, hosts)
+        _log.warning("the hosts do not share %s, so each keeps what its own ranks save: %s", storage.url, hosts)
     return hosts if hosts.separate_roots else ONE_SHARED_ROOT
 
 
@@ -113,8 +113,8 @@ def _agree_on_root(roots: list[_OpenedRoot], *, shared: bool | None) -> str:
         opened = ranks_by_value({rank: ", ".join(root["opened"]) for rank, root in enumerate(roots)})
         listed = "; ".join(f"{format_ranks(found)} opened {urls}" for urls, found in opened.items())
         raise RanksError(
-            f"the ranks have not opened the same root: {listed}. Every rank must build the same managers in the same "
-            "order. If these are the roots of one run, one on each host, give the managers "
+            f"the ranks have opened different roots: {listed}. Every rank must build the same managers in the same "
+            "order. If one run should have a separate root on each host, give the managers "
             "ranks=ckpt.RankOptions(shared=False)."
         )
     return uuid.uuid4().hex
@@ -125,4 +125,4 @@ def _first_seen(storage: Storage, probes: list[str]) -> int:
     for rank, probe in enumerate(probes):
         if storage.version(probe) is not None:
             return rank
-    raise AbsentError(f"{storage.url} does not show what was just written there.")
+    raise AbsentError(f"{storage.url} does not show a file that ckpt has just written there.")

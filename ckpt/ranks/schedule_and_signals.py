@@ -128,7 +128,7 @@ class SignalListener:
             self.is_listening = True
 
     def close(self) -> None:
-        """Restore the previous handler, unless another one was installed since."""
+        """Restore the previous handler, unless somebody has installed another one since."""
         if self._installed is not None and signal.getsignal(self.number) is self._installed:
             signal.signal(self.number, self._previous or signal.SIG_DFL)
         self._installed, self.is_listening = None, False
@@ -192,7 +192,7 @@ class Preemption:
             self._watch()
 
     def close(self) -> None:
-        """Restore the previous handlers, unless others were installed since. The grace period is over."""
+        """Restore the previous handlers, unless somebody has installed others since. The grace period ends."""
         for listener in (self._sigterm, self._sigint):
             if listener is not None:
                 listener.close()
@@ -202,6 +202,11 @@ class Preemption:
         """The last save is done: the grace period is over."""
         if self._grace is not None:
             self._grace.is_over = True
+
+    @property
+    def told(self) -> signal.Signals | None:
+        """The signal after which the ranks have stopped; None if they have not."""
+        return signal.Signals(self.exit_status - 128) if self._stopped else None
 
     def due(self, step: int) -> bool:
         """Whether to stop after this step. Once it is, it is after every other.
@@ -266,8 +271,8 @@ class _Grace:
     def _end(self) -> None:
         with suppress(Exception):
             _log.error(
-                "told to terminate, and not saved within the grace period of %g s: ending. The last save was given "
-                "up; earlier checkpoints stay.", self._seconds,
+                "after the signal to terminate, ckpt could not save within the grace period of %g s, so the process "
+                "ends without that save. Earlier checkpoints stay.", self._seconds,
             )  # fmt: skip
             sys.stdout.flush()
         os._exit(self._status)

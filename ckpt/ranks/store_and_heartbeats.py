@@ -92,12 +92,12 @@ class TimedStore:
         except TimeoutError:
             raise RanksError(
                 f"the process group's store{_address(self._store)} did not answer within {self._timeout:g} s. "
-                f"{_host()} hosts it: that process is stopped, or its host is overloaded or lost. Earlier "
-                "checkpoints are kept. End all ranks and start the job again: it continues from the newest checkpoint."
+                f"{_host()} runs the store, and is stopped, or its host is overloaded or lost. Earlier checkpoints "
+                "stay. End all ranks and start the job again: it continues from the newest checkpoint."
             ) from None
         except RuntimeError as error:
             raise LostStoreError(
-                f"the ranks cannot reach each other any more: a rank or its launcher died ({error})"
+                f"the ranks have lost the connection to each other, because a rank or its launcher died ({error})"
             ) from error
 
 
@@ -118,7 +118,7 @@ class _CallThread:
         call = _Call(do)
         self._started().put(call)
         if not call.done.acquire(timeout=min(timeout, _AGAIN) if self._stuck else timeout):
-            call.given_up, self._stuck = True, call
+            call.given_up, self._stuck = True, call  # if it has begun, the store may still carry it out
             raise TimeoutError
         self._stuck = None
         if call.error is not None:
@@ -145,7 +145,7 @@ class _Call:
         self.given_up = False
         self.result: Any = None
         self.error: BaseException | None = None
-        self.done = threading.Lock()
+        self.done = threading.Lock()  # released by the thread that makes the call
         self.done.acquire()
 
 
@@ -242,7 +242,7 @@ class Heartbeat:
         with self._guard:
             self._users += 1
             if self._users == 1:
-                self._done = threading.Event()
+                self._done = threading.Event()  # a new one: the thread before may not have seen that its own is set
                 threading.Thread(target=self._run, args=(self._done,), name="ckpt-alive", daemon=True).start()
         try:
             yield

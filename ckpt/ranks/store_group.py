@@ -111,7 +111,7 @@ class BuiltManagers:
         opened = ranks_by_value({number: _listed(labels) for number, labels in sorted(built.items())})
         listed = "; ".join(f"{format_ranks(found)} opened {labels}" for labels, found in opened.items())
         return (
-            f" The ranks have not opened the same roots: {listed}. Build the same managers on every rank, for the same "
+            f" The ranks have opened different roots: {listed}. Build the same managers on every rank, for the same "
             "root; where every host has a root of its own, give them ranks=ckpt.RankOptions(shared=False)."
         )
 
@@ -175,6 +175,7 @@ class StoreGroup:
         self._failed_gathers = 0
         self._abandoned = False
         self._used_keys: list[str] = []
+        self._spoken_for: list[str] = []  # keys of what this rank was the first to ask about
         self._unread = UnreadBroadcast(store, built.unread)
         self._channels = [self]
         interval = min(1.0, timeout / 4)
@@ -188,6 +189,10 @@ class StoreGroup:
         return channel
 
     def gather(self, call: str, data: str) -> list[str]:
+        passed = [key for key in self._spoken_for if not key.startswith(f"{self._turn}.")]
+        if passed:  # every rank has answered the gather before this one, and so has asked
+            self._store.delete_each(passed)
+            self._spoken_for = [key for key in self._spoken_for if key not in passed]
         if self.rank != MAIN:
             self._failed_gathers = self._store.add(_FAILURES, 0)
             self._store.set(self._answer_key(self.rank), data)
@@ -248,6 +253,14 @@ class StoreGroup:
     def first_wins(self, key: str, value: str) -> str:
         return self._store.compare_set(key, "", value)
 
+    def speaks_for(self, text: str) -> bool:
+        if self.rank != MAIN:
+            self._failed_gathers = self._store.add(_FAILURES, 0)  # as `gather` will find it, too
+        key, mine = f"{self._turn}.{self._failed_gathers}/first/{text}", str(self.rank)
+        is_first = self._store.compare_set(key, "", mine) == mine
+        self._spoken_for += [key] if is_first else []
+        return is_first
+
     def silent(self, ranks: list[int], watch: LivenessWatch) -> list[int]:
         own = self._store.add_each([f"alive/{rank}" for rank in ranks], 0)
         job_wide = self._job.add_each([f"alive/{self._in_job(rank)}" for rank in ranks], 0)
@@ -295,7 +308,7 @@ class StoreGroup:
             if watch.is_due():
                 self._check_liveness(keys, call, watch)
             if self._abandoned:
-                raise RanksError(f"{call}: this rank ends without waiting for the others.")
+                raise RanksError(f"{call}: this rank ended and did not wait for the others.")
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST, _LONGEST_PER_RANK * self.world_size)
 
@@ -312,7 +325,7 @@ class StoreGroup:
             raise RanksError(
                 f"{call}: {format_ranks(numbers)} did not answer within {self.timeout:g} s."
                 f"{self._built.difference(self._job, self._in_job(self.rank), numbers) or f' {_ADVICE}'} "
-                f"{'Nothing was committed; earlier' if self.rank == MAIN else 'Earlier'} checkpoints are kept."
+                f"{'Nothing was committed; earlier' if self.rank == MAIN else 'Earlier'} checkpoints stay."
             )
 
     def _raise_failed_gather(self) -> None:

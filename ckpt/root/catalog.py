@@ -4,10 +4,10 @@ A listing says the version of every manifest. What the index of an object store 
 other manifest is read. So an index that is old, damaged or gone costs time, and nothing else. Roots with few
 checkpoints have none.
 
-The history is what every save's manifest said, also of checkpoints that retention has removed since. One small file,
-written before anything is removed: until then the manifests say all of it. It is only for people to read: nothing is
-loaded or removed by what it says. Each line has its digest; a line that does not match it is named and passed over.
-Roots on the Hub have none.
+The history is what every save's manifest said, also of checkpoints that retention has removed since, and how each
+attempt of the run went, with its metrics by step. One small file, written after saves, before anything is removed, and
+when an attempt ends. It is only for people to read: nothing is loaded or removed by what it says. Each line has its
+digest; a line that does not match it is named and passed over. Roots on the Hub have none.
 
 `manifest.json` is the commit. `manifest.copy.json` has the same bytes. It is written right after the commit and, where
 a checkpoint is replaced, deleted right before it, so that a copy always says what the last commit there said. A damaged
@@ -27,7 +27,7 @@ import re
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
@@ -48,11 +48,12 @@ from ckpt.errors import (
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest, digest, is_resumed
 from ckpt.formats.native.manifest import MARKER as MARKER
-from ckpt.formats.registry import CKPT, is_checkpoint
-from ckpt.storage import Entry, HubStorage, Staging, Storage, open_storage
+from ckpt.formats.registry import CKPT, FILE_SUFFIXES, is_checkpoint
+from ckpt.storage import Entry, HubStorage, ObjectStorage, Staging, Storage, open_storage
 from ckpt.storage.base import ROOT_LOCK, read_document
 from ckpt.storage.fsspec_stores import ReadOnlyStorage
 from ckpt.util.checked_json import (
+    LARGEST_NUMBER,
     Rule,
     broken_rules,
     is_count,
@@ -111,12 +112,10 @@ class SaveMarker:
     @property
     def under_way(self) -> bool:
         """Whether its writer may still be at work. A writer on another machine counts as alive for a day."""
-        mine = _own_identity()
-        if not self.writer or not mine:
+        if not self.writer or not _own_identity():
             return False
-        if self.writer[:2] != mine[:2]:
-            return self.age < DAY
-        return bool(start_time(int(self.writer[2] or 0)) == self.writer[3])
+        alive = _is_alive(self.writer)
+        return self.age < DAY if alive is None else alive
 
 
 def mark_save(storage: Storage, name: str, files: Iterable[str], replaces: Iterable[str], id: str) -> None:
@@ -133,7 +132,7 @@ def mark_save(storage: Storage, name: str, files: Iterable[str], replaces: Itera
         with suppress(ConflictError):  # another process has written or removed a marker since it was read: try again
             _write(storage, name, version, files=list(new), replaces=older, id=id, removing=False)
             return
-    raise ConflictError(f"{storage.url}/{name}/{MARKER}: other processes write it again and again. Save once more.")
+    raise ConflictError(f"other processes keep writing {storage.url}/{name}/{MARKER}. Save once more.")
 
 
 def mark_removal(storage: Storage, name: str, paths: Iterable[str], id: str, *, over: str | None) -> None:
@@ -171,7 +170,7 @@ def read_marker(storage: Storage, name: str) -> SaveMarker | None:
         problems = [str(error)]
     if problems:
         _log.warning(
-            "%s/%s is not a save marker that ckpt can read: %s. Files that it may list are kept.",
+            "ckpt can't read the save marker %s/%s: %s. ckpt keeps the files that the marker may list.",
             storage.url, where, joined(problems).rstrip("."),
         )  # fmt: skip
         return None
@@ -201,15 +200,19 @@ def _wait_for_removal(storage: Storage, name: str) -> None:
             return
         except LockedError as error:
             if time.monotonic() > deadline:
-                raise LockedError(f"{storage.url}/{name} is being removed by another process: {error}") from error
+                raise LockedError(f"another process is removing {storage.url}/{name}: {error}") from error
             time.sleep(_PAUSE)
 
 
 def _own_identity() -> tuple[str | int | None, ...]:
-    try:
-        return tuple(process_identity(os.getpid()))
-    except OSError:  # a system without /proc
-        return ()
+    return tuple(process_identity(os.getpid()))
+
+
+def _is_alive(writer: Sequence[str | int | None]) -> bool | None:
+    """Whether a process is still there; None if it is on another machine, or is not named."""
+    if not writer or tuple(writer[:2]) != _own_identity()[:2]:
+        return None
+    return start_time(int(writer[2] or 0)) == writer[3]
 
 
 _warned: set[tuple[str, str]] = set()
@@ -478,7 +481,7 @@ class Index:
         try:
             return cls(_parsed(read_document(storage, INDEX)))
         except (StorageError, DamagedError, ValueError) as error:
-            _log.debug("%s/%s can't be used, so ckpt reads the manifests instead: %s", storage.url, INDEX, error)
+            _log.debug("ckpt can't use %s/%s, so ckpt reads the manifests instead: %s", storage.url, INDEX, error)
             return cls()
 
     def find(self, name: str, version: str | None) -> Summary | None:
@@ -505,7 +508,7 @@ class Index:
             storage.write(INDEX, [_encoded(self.entries)])
             self.unwritten.clear()
         except StorageError as error:
-            _log.debug("%s/%s was not written: %s", storage.url, INDEX, error)
+            _log.debug("ckpt could not write %s/%s: %s", storage.url, INDEX, error)
 
 
 def _encoded(entries: Mapping[str, tuple[str, Summary]]) -> bytes:
@@ -516,7 +519,7 @@ def _encoded(entries: Mapping[str, tuple[str, Summary]]) -> bytes:
 def _parsed(data: bytes) -> dict[str, tuple[str, Summary]]:
     fields = _checked(data)
     if not isinstance(fields, dict) or fields.get("version") != _VERSION:
-        raise ValueError("it is damaged, or of another version of ckpt")
+        raise ValueError("the index is damaged, or another version of ckpt wrote it")
     listed = fields.get("checkpoints")
     found = {}
     for name, entry in listed.items() if isinstance(listed, dict) else ():
@@ -602,6 +605,11 @@ def scan(storage: Storage) -> list[Checkpoint]:
     return Overview.of(storage, known=Index()).checkpoints
 
 
+def skimmed(storage: Storage) -> Iterable[Entry]:
+    """The objects of a root, of a checkpoint at least its save marker, its manifest and the copy of that."""
+    return storage.skim(FILE_NAME) if isinstance(storage, ObjectStorage) else storage.list()
+
+
 def by_folder(entries: Iterable[Entry]) -> dict[str, dict[str, Entry]]:
     """The objects of a root by the first name in their keys, and the rest of these."""
     files: dict[str, dict[str, Entry]] = defaultdict(dict)
@@ -663,16 +671,17 @@ def _commit_order(checkpoint: Checkpoint) -> tuple[int, str, str]:
 def list_checkpoints(
     root: str | os.PathLike[str] | Storage, *, storage_options: Mapping[str, Any] | None = None
 ) -> Checkpoints:
-    """List the checkpoints in a root, newest first. Those without a manifest were never committed and come last.
+    """List the checkpoints in a root, newest first. Checkpoints that were never committed have no manifest, and come
+    last.
 
-    It reads only manifests; `verify` reads every byte.
+    `list_checkpoints` reads only manifests; `verify` reads every byte.
 
     Args:
         root: A folder or prefix. If nothing was saved there yet, the list is empty.
         storage_options: As for the manager.
 
     Returns:
-        A list, which notebooks show as a table.
+        A list of the checkpoints, which notebooks show as a table.
 
     Raises:
         StorageError: A repository of the Hub does not exist, or this account can't see it.
@@ -684,16 +693,23 @@ def list_checkpoints(
     return Checkpoints(found)
 
 
-def locate(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> tuple[Storage, list[str]]:
-    """The root at a URL with the names of its checkpoints; for the URL of a checkpoint, its root and its name alone."""
-    return resolve(url, storage_options)[:2]
-
-
 def resolve(
     url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> tuple[Storage, list[str], bool]:
-    """What `locate` returns, and whether the URL is a checkpoint's, which one name alone does not tell."""
-    options = settings(storage_options)
+    """The root at a URL with the names of its checkpoints; for the URL of a checkpoint, its root and its name alone,
+    and True, which one name alone does not tell."""
+    try:
+        return _resolved(url, settings(storage_options))
+    except (ConfigError, MissingError) as error:
+        if not isinstance(url, (str, os.PathLike)) or not os.fspath(url).endswith(FILE_SUFFIXES):
+            raise
+        raise MissingError(
+            f"there is no checkpoint at {os.fspath(url)}: a single file has no manifest with hashes. 'ckpt show' lists "
+            "its tensors."
+        ) from error
+
+
+def _resolved(url: str | os.PathLike[str], options: Mapping[str, Any]) -> tuple[Storage, list[str], bool]:
     storage = open_storage(url, **options)
     text = path_text(url, "the root")
     files = [entry.key for entry in storage.list()]
@@ -713,7 +729,7 @@ def resolve(
             if any(True for _ in parent.list(name)):
                 return parent, [name], True
     check_exists(storage)
-    raise MissingError(f"there is no checkpoint at {os.fspath(url)}: it is neither a root nor a checkpoint.")
+    raise MissingError(f"there is no checkpoint at {os.fspath(url)}, which is neither a root nor a checkpoint.")
 
 
 def _unlisted(storage: ReadOnlyStorage) -> tuple[Storage, list[str], bool]:
@@ -723,7 +739,7 @@ def _unlisted(storage: ReadOnlyStorage) -> tuple[Storage, list[str], bool]:
         manifest = read_manifest(above, name)
     except (AbsentError, CheckpointError) as error:
         raise MissingError(
-            f"{storage.url} shows no list of its files, and no checkpoint's manifest: {error} Give the URL of a "
+            f"{storage.url} shows neither a list of its files nor a checkpoint's manifest: {error} Give the URL of a "
             "checkpoint itself, or let the server show an index of the folder."
         ) from None
     above.know([f"{name}/{FILE_NAME}", *(f"{name}/{file.path}" for file in manifest.files)])
@@ -749,9 +765,10 @@ class Overview:
 
     @classmethod
     def of(cls, storage: Storage, entries: Iterable[Entry] | None = None, known: Index | None = None) -> Overview:
-        """`entries`: what `storage.list()` has just returned, if it was called already. `known`: an index of this
-        root that was made a moment ago."""
-        files = by_folder(storage.list() if entries is None else entries)
+        """`entries`: what `storage.list()` has just returned, where every file must be known: otherwise, of large
+        checkpoints in an object store, those up to the manifest are. `known`: an index of this root that was made a
+        moment ago."""
+        files = by_folder(skimmed(storage) if entries is None else entries)
         names = [name for name, inside in files.items() if is_checkpoint(name, inside)]
         index = known or (Index.read(storage) if INDEX in files else Index())
         summaries = {name: index.find(name, _manifest_version(files[name])) for name in names}
@@ -805,6 +822,8 @@ def _manifest_version(inside: Mapping[str, Entry]) -> str | None:
 
 HISTORY = ".history.jsonl"
 MOST = 5_000  # checkpoints: of more, the oldest are left out, and counted
+MOST_ATTEMPTS = 200
+MOST_POINTS = 400  # of a metric, in all attempts together
 _LARGEST = 16 << 20  # bytes
 _NUMBERS = is_mapping(is_finite)
 _SAVE_RULES = {
@@ -831,14 +850,97 @@ class PastSave:
         return cls(checkpoint)
 
 
+ENDS = ("finished", "exited", "stopped", "failed")
+
+
+def _are_points(value: Any) -> bool:
+    """The steps and the values of a metric."""
+    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(part, list) for part in value):
+        return False
+    steps, values = value
+    same = len(steps) == len(values) <= MOST_POINTS
+    return same and all(map(is_count, steps)) and all(number in _NOT_JSON or is_finite(number) for number in values)
+
+
+_ATTEMPT_RULES = {
+    "id": _TEXT,
+    "run": _TEXT,
+    "began": _RULES["created"],
+    **dict.fromkeys(("since", "first", "last", "redone"), _COUNT),
+    "seconds": Rule(is_mapping(lambda value: is_finite(value) and 0 <= value <= LARGEST_NUMBER), "seconds by name"),
+    "ended": Rule(lambda value: value in ("", *ENDS), "a way to end"),
+    "reason": _TEXT,
+    "resumed": replace(_SAVE_RULES["resumed"], required=True),
+    "writer": Rule(is_identity, "the identity of a process"),
+    "metrics": Rule(is_mapping(_are_points), "steps and values by name"),
+}
+
+
+@dataclass(frozen=True)
+class PastAttempt:
+    """One process of a run, from its resume until it ended, or until it last wrote this.
+
+    Attributes:
+        since: The sequence number of its first checkpoint; 0 if it has saved none.
+        first: The step that it began at.
+        last: The last step that it is known to have made.
+        redone: Steps that it went back by loads of its own.
+        seconds: `total` so far; of those, `ready` until it could train, `waited` for saves.
+        ended: One of `ENDS`; empty if it has not said so: it is running, or was killed.
+        reason: The signal that stopped it, or its exception.
+        resumed: What it was loaded from, as the manifest of its first checkpoint has it.
+        metrics: Values by step, evenly thinned.
+    """
+
+    id: str
+    run: str
+    began: str
+    since: int = 0
+    first: int = 0
+    last: int = 0
+    redone: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    ended: str = ""
+    reason: str = ""
+    resumed: Mapping[str, Any] = field(default_factory=dict)
+    writer: Sequence[str | int | None] = field(default_factory=_own_identity)
+    metrics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+
+    @property
+    def is_running(self) -> bool | None:
+        """None if that can't be known here: its process is on another machine."""
+        return False if self.ended else _is_alive(self.writer)
+
+    def to_json(self) -> dict[str, Any]:
+        curves = {
+            name: [[step for step, _ in curve], [float(f"{x:.6g}") if x - x == 0 else str(x) for _, x in curve]]
+            for name, curve in self.metrics.items()
+        }
+        return {**vars(self), "metrics": curves}
+
+    @classmethod
+    def from_json(cls, fields: Any) -> PastAttempt | None:
+        """None if any field is not what it must be."""
+        if broken_rules(fields, _ATTEMPT_RULES):
+            return None
+        curves = {
+            name: [(step, float(value)) for step, value in zip(*points, strict=True)]
+            for name, points in fields["metrics"].items()
+        }
+        return cls(**{**{key: fields[key] for key in _ATTEMPT_RULES}, "metrics": curves})
+
+
 @dataclass
 class History:
-    """What is known of a root's saves, by their ids: as stored, and what this process has learned since."""
+    """What is known of a root's saves, by their ids, and of its attempts: as stored, and what this process has learned
+    since."""
 
     storage: Storage
     left_out: int = 0  # older ones than the file has room for
     _saves: dict[str, PastSave] = field(default_factory=dict)
     _lines: dict[str, bytes] = field(default_factory=dict)  # of the file, by id
+    _attempts: dict[str, PastAttempt] = field(default_factory=dict)  # oldest first
+    _stored: str = ""  # digest
     _is_read: bool = False
     _is_ours: bool = True  # not of a newer version of ckpt
 
@@ -853,6 +955,15 @@ class History:
     def saves(self) -> list[PastSave]:
         """Oldest first."""
         return sorted(self._saves.values(), key=lambda save: (save.summary.created, save.summary.sequence))
+
+    @property
+    def attempts(self) -> list[PastAttempt]:
+        """Oldest first."""
+        return list(self._attempts.values())
+
+    def note(self, attempt: PastAttempt) -> None:
+        """Remember how far an attempt is, in place of what it said before. It is stored with the next `store`."""
+        self._attempts[attempt.id] = attempt
 
     def without(self, present: Iterable[Manifest | Summary]) -> list[PastSave]:
         """Those that are not in the root any more, oldest first. `present`: the checkpoints that are."""
@@ -881,12 +992,14 @@ class History:
         self._read()
         for checkpoint in checkpoints:
             self.add(checkpoint)
-        if not self._is_ours or not self._is_read:
+        data = self._encoded()
+        if not self._is_ours or not self._is_read or digest(data) == self._stored:
             return
         try:
-            self.storage.write(HISTORY, [self._encoded()])
+            self.storage.write(HISTORY, [data])
+            self._stored = digest(data)
         except StorageError as error:  # a disk may be full, and the removal makes room
-            _log.warning("%s/%s was not written: %s", self.storage.url, HISTORY, error)
+            _log.warning("ckpt could not write %s/%s: %s", self.storage.url, HISTORY, error)
 
     def _read(self) -> None:
         if self._is_read:
@@ -895,42 +1008,58 @@ class History:
             if self.storage.version(HISTORY) is not None:
                 self._parse(read_document(self.storage, HISTORY, _LARGEST))
         except StorageError as error:  # nothing says that it is damaged: it is not written over, and read again later
-            _log.warning("%s/%s cannot be read now, and is left as it is: %s", self.storage.url, HISTORY, error)
+            _log.warning("ckpt can't read %s/%s now, and leaves it unchanged: %s", self.storage.url, HISTORY, error)
             return
         except (DamagedError, ValueError) as error:
-            _log.warning("%s/%s: saves before these are not known: %s", self.storage.url, HISTORY, error)
+            _log.warning("%s/%s lacks earlier saves: %s", self.storage.url, HISTORY, error)
         self._is_read = True
 
     def _parse(self, data: bytes) -> None:
         first, *lines = data.splitlines() or [b""]
         head = _checked(first)
         if not isinstance(head, dict) or not is_count(head.get("version")) or not is_count(head.get("left_out")):
-            raise ValueError("its first line is damaged")
+            raise ValueError("the first line of the history is damaged")
         if head["version"] != _VERSION:
             self._is_ours = False
-            raise ValueError("it is of a newer version of ckpt, and is left as it is")
+            raise ValueError("a newer version of ckpt wrote the history, so this version leaves it unchanged")
         self.left_out = head["left_out"]
-        damaged = 0
+        damaged, attempts = 0, {}
         for line in lines:
-            save = _save_of(_checked(line))
-            if save is None:
+            fields = _checked(line)
+            is_attempt = isinstance(fields, dict) and "began" in fields
+            found = PastAttempt.from_json(fields) if is_attempt else _save_of(fields)
+            if found is None:
                 damaged += 1
-            elif save.summary.id not in self._saves:
-                self._saves[save.summary.id] = save
-                self._lines[save.summary.id] = line + b"\n"
+            elif isinstance(found, PastAttempt):
+                attempts[found.id] = found
+            elif found.summary.id not in self._saves:
+                self._saves[found.summary.id] = found
+                self._lines[found.summary.id] = line + b"\n"
+        self._attempts = attempts | self._attempts  # what this process has noted comes last
         if damaged:
-            _log.warning("%s/%s: %d of its lines are damaged, and left out", self.storage.url, HISTORY, damaged)
+            _log.warning("%s/%s: ckpt skips %d damaged lines", self.storage.url, HISTORY, damaged)
 
     def _encoded(self) -> bytes:
         lines = [self._lines[save.summary.id] for save in self.saves]
-        kept, room = [], _LARGEST // 2
+        attempts = [_line(attempt.to_json()) for attempt in _thinned(self.attempts[-MOST_ATTEMPTS:])]
+        kept, room = [], _LARGEST // 2 - sum(map(len, attempts))
         for line in reversed(lines[-MOST:]):
             room -= len(line)
             if room < 0:
                 break
             kept.append(line)
         left_out = self.left_out + len(lines) - len(kept)
-        return b"".join([_line({"format": "ckpt history", "version": _VERSION, "left_out": left_out}), *reversed(kept)])
+        head = _line({"format": "ckpt history", "version": _VERSION, "left_out": left_out})
+        return b"".join([head, *reversed(kept), *attempts])
+
+
+def _thinned(attempts: list[PastAttempt]) -> list[PastAttempt]:
+    """The same, with no more than `MOST_POINTS` of each metric: of the longest curve, every other one goes."""
+    for name in {name for attempt in attempts for name in attempt.metrics}:
+        curves = [attempt.metrics[name] for attempt in attempts if name in attempt.metrics]
+        while sum(map(len, curves)) > MOST_POINTS and len(longest := max(curves, key=len)) > 1:
+            longest[:] = longest[::2]
+    return attempts
 
 
 def _fields(save: PastSave) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from ckpt.root.catalog import (
     mend,
     read_marker,
     scan,
+    skimmed,
     was_committed,
 )
 from ckpt.root.lock import lock_root
@@ -58,7 +59,7 @@ def sweep(
     than that many seconds: where other hosts write to the same root, they may still be at work. `listed`: what is
     there, listed since the root was locked.
     """
-    entries = list(storage.list()) if listed is None else listed.entries
+    entries = list(skimmed(storage)) if listed is None else listed.entries
     if age is None:
         _delete_probe_files(storage, entries)
     marked = marked_names(entries)
@@ -86,10 +87,10 @@ def _mend_manifests(storage: Storage, to_mend: Collection[str], committed: Itera
             with storage.lock(name, shared=True):
                 written = mend(storage, name)
         except StorageError as error:
-            _log.debug("%s/%s is not repaired now: %s", storage.url, name, error)
+            _log.debug("ckpt does not repair %s/%s now: %s", storage.url, name, error)
         else:
             if FILE_NAME in written:
-                _log.warning("%s/%s/%s was damaged: ckpt restored it from its copy.", storage.url, name, FILE_NAME)
+                _log.warning("%s/%s/%s was damaged, so ckpt restored it from its copy.", storage.url, name, FILE_NAME)
 
     threads = 1 if storage.is_local or isinstance(storage, Staging) else _REMOVERS
     in_parallel(mend_one, sorted(names), threads, "ckpt-mend")
@@ -103,7 +104,7 @@ def remove_uncommitted(storage: Storage, name: str, committed: Manifest | None =
     A file that no marker and no manifest lists belongs to somebody else, and is kept. While somebody reads the
     checkpoint, or where this version of ckpt cannot read its manifest, nothing is deleted: a later save tries again.
     """
-    if isinstance(storage, Staging) or _is_empty(storage, name):
+    if isinstance(storage, Staging) or (committed is None and _is_empty(storage, name)):
         return
     checkpoint = find(storage, name) if committed is None else Checkpoint(name, storage.url, committed)
     if checkpoint.manifest is None and was_committed(checkpoint.problem):
@@ -118,7 +119,7 @@ def remove_uncommitted(storage: Storage, name: str, committed: Manifest | None =
             storage.sweep(name)
             storage.delete([f"{name}/{MARKER}"])
     except LockedError:
-        _log.debug("%s/%s is being read: what an earlier save left there is removed later", storage.url, name)
+        _log.debug("another process reads %s/%s, so ckpt removes the leftovers in it later", storage.url, name)
 
 
 def clean_up_failed(storage: Storage, name: str) -> None:
@@ -228,7 +229,7 @@ def apply_retention(
     for name, reason in reasons.items():
         if reason.startswith(_UNKNOWN) and (storage.url, name) not in _warned:
             _warned.add((storage.url, name))
-            _log.warning("%s/%s is not removed: it %s", storage.url, name, reason)
+            _log.warning("ckpt does not remove %s/%s, because it %s", storage.url, name, reason)
     return [checkpoint for checkpoint in newest_first if reasons.get(checkpoint.name) != ""]
 
 
@@ -249,8 +250,8 @@ def _warn_if_unranked(keep: Keep, storage: Storage, newest_first: Sequence[Manif
     if why and warning not in _warned and (newest_first[0].metrics or len(newest_first) > keep.last):
         _warned.add(warning)
         _log.warning(
-            "%s: Keep(best=%d, metric=%r) ranks nothing: %s. Until a checkpoint has it, ckpt removes nothing: correct "
-            "the name, or report the metric with step(metrics=...) or save_state(metrics=...).",
+            "%s: Keep(best=%d, metric=%r) can't rank checkpoints: %s. Until a checkpoint has the metric, ckpt removes "
+            "nothing: correct the name, or pass the metric to step(metrics=...) or save_state(metrics=...).",
             storage.url, keep.best, keep.metric, why,
         )  # fmt: skip
 
@@ -346,6 +347,8 @@ def _rename(storage: LocalStorage, name: str) -> None:
             number += 1
             aside = f"{_aside(name)}-{number}"
         os.rename(path, os.path.join(storage.place, aside))
-        _log.warning("%s/%s was never committed: what others wrote there is in %s now", storage.url, name, aside)
+        _log.warning(
+            "%s/%s was never committed. ckpt moved the files that others wrote there to %s.", storage.url, name, aside
+        )
         return
-    _log.warning("%s/%s was never committed, and is removed", storage.url, name)
+    _log.info("removed %s/%s: its save was cut off, so it was never committed", storage.url, name)

@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import ConfigError, DamagedError, MissingError
-from ckpt.formats.native.header import SUFFIX
-from ckpt.formats.native.manifest import FILE_NAME
+from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.formats.registry import (
     ACCELERATE,
     CKPT,
+    FILE_SUFFIXES,
     HF,
     INDEX_SUFFIX,
     KNOWN,
     LIGHTNING,
     ROOT,
     TORCH,
-    TORCH_SUFFIXES,
     Format,
     claims,
+    foreign_hint,
     identify,
     named,
 )
-from ckpt.root.verify import StoredFile
+from ckpt.root.catalog import read_manifest, resolve
+from ckpt.root.signing import Trust
+from ckpt.root.verify import StoredFile, size_problems, without_other_hosts
 from ckpt.storage import Storage, open_storage
 from ckpt.storage.base import LARGEST_DOCUMENT, read_document
 from ckpt.storage.fsspec_stores import ReadOnlyStorage
-from ckpt.util.console import format_size
+from ckpt.util.console import format_size, one_line, say
 from ckpt.util.option_values import path_text, settings
 
+_log = logging.getLogger("ckpt")
 _LARGEST_BESIDE = 1 << 30  # bytes
 ROOT_ITSELF = ""  # in place of a checkpoint's name: the root itself is a folder that Accelerate wrote
-_FILES = (SUFFIX, f"{SUFFIX}{INDEX_SUFFIX}", *TORCH_SUFFIXES)  # how the names of single files end
 
 
 def open_url(root: str | os.PathLike[str] | Storage, options: Mapping[str, Any] | None) -> Storage:
@@ -119,11 +122,14 @@ class Place:
     """What a path or URL names. `format` is None for a folder that no format of ckpt's own claims.
 
     `file` is the one file that was named; of safetensors in shards, the name of the whole stands for its index.
+    `source` and `options` are what was given.
     """
 
     folder: Folder
     format: Format | None
     file: str = ""
+    source: str = ""
+    options: Mapping[str, Any] | None = None
 
     @property
     def where(self) -> str:
@@ -141,28 +147,85 @@ class Place:
         format: str | None = None,
         *,
         must: bool = True,
+        prefers: Collection[Format] = (),
     ) -> Place:
-        """What is at a path or URL. `format` and `must` as for `identify`."""
+        """What is at a path or URL. `format` and `must` as for `identify`, which is not asked if a folder has saves in
+        a format of `prefers`."""
         if format is not None:
             named(format)
-        alone = single_file(source, options)
+        alone, where = single_file(source, options), os.fspath(source)
+        given = (where, options if "://" in where else None)
         if alone is not None:
-            return cls._of_file(*alone, format if must else None)
+            return cls(alone[0], _format_of_file(*alone, format if must else None), alone[1], *given)
         folder = Folder.at(source, options)
         if not folder.files and isinstance(folder.storage, ReadOnlyStorage):
-            return cls(folder, CKPT)  # a server that shows no list: what there is, only a manifest says
+            return cls(folder, CKPT, "", *given)  # a server that shows no list: what there is, only a manifest says
         if not folder.files and folder.prefix and folder.storage.version(folder.prefix.rstrip("/")):
             raise ConfigError(f"{folder.where} is a file. ckpt reads {KNOWN}.")
         if not folder.files:
             raise MissingError(f"there is nothing at {folder.where}. ckpt reads {KNOWN}.")
-        return cls(folder, identify(folder.files, folder.where, format, must=must))
+        found = next((each for each in prefers if each.name in claims(folder.files)), None)
+        return cls(folder, found or identify(folder.files, folder.where, format, must=must), "", *given)
 
-    @classmethod
-    def _of_file(cls, folder: Folder, file: str, format: str | None) -> Place:
-        found = (HF,) if file.endswith(_FILES[:2]) else (TORCH, LIGHTNING)
-        if format is not None and named(format) not in found:
-            raise ConfigError(f"{folder.where}/{file} is no {format}: it is a file of {found[0].tool}.")
-        return cls(folder, found[0], file)
+    def checkpoints(self) -> tuple[Storage, list[str]]:
+        """Of ours: the root, and the names of its checkpoints, newest first; of a checkpoint, its own name alone."""
+        return resolve(self.source, self.options)[:2]
+
+    def checkpoint(self, trust: Trust) -> OneCheckpoint:
+        """Of ours: the checkpoint itself, or a root's newest whose files are all there."""
+        storage, names = self.checkpoints()
+        if not names:
+            raise MissingError(f"there are no checkpoints in {storage.url}.{foreign_hint(list(self.folder.files))}")
+        if self.format is not ROOT:
+            return OneCheckpoint(storage, names[0])
+        skipped: dict[str, str] = {}
+        for name in names:
+            if not (wrong := _incomplete(storage, name, trust)):
+                return OneCheckpoint(storage, name, skipped, is_newest=True)
+            skipped[name] = wrong
+        return OneCheckpoint(storage, names[0], {name: skipped[name] for name in names[1:]}, is_newest=True)
+
+
+@dataclass(frozen=True)
+class OneCheckpoint:
+    """A checkpoint of a root: the named one, or the newest. `skipped`: others, with what is wrong with them."""
+
+    root: Storage
+    name: str
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    is_newest: bool = False
+
+    @property
+    def url(self) -> str:
+        return f"{self.root.url.rstrip('/')}/{self.name}"
+
+    def tell(self) -> OneCheckpoint:
+        """Log which one the newest is, and why newer ones are not taken."""
+        for name, why in self.skipped.items():
+            _log.warning("ckpt skips the newer %s: %s", name, one_line(why))
+        if self.is_newest:
+            say(f"reading {self.url}, the newest checkpoint there")
+        return self
+
+
+def _incomplete(storage: Storage, name: str, trust: Trust) -> str:
+    """Why a checkpoint cannot be read in full, as far as a listing shows it; empty if it can."""
+    try:
+        return "; ".join(missing_files(storage, trust.checked(read_manifest(storage, name))))
+    except DamagedError as error:
+        return str(error)
+
+
+def missing_files(storage: Storage, manifest: Manifest) -> list[str]:
+    """The files that are missing or cut short, apart from those that hosts keep in roots of their own."""
+    return size_problems(storage, without_other_hosts(storage, manifest))
+
+
+def _format_of_file(folder: Folder, file: str, format: str | None) -> Format:
+    found = (HF,) if file.endswith(FILE_SUFFIXES[:2]) else (TORCH, LIGHTNING)
+    if format is not None and named(format) not in found:
+        raise ConfigError(f"{folder.where}/{file} is not in the format {format}, but a file of {found[0].tool}.")
+    return found[0]
 
 
 def single_file(source: str | os.PathLike[str], options: Mapping[str, Any] | None) -> tuple[Folder, str] | None:
@@ -174,7 +237,7 @@ def single_file(source: str | os.PathLike[str], options: Mapping[str, Any] | Non
     top, slash, name = where.rpartition("/")
     if not name or (local and not os.path.isfile(where) and not os.path.isfile(f"{where}{INDEX_SUFFIX}")):
         return None
-    if not local and (not name.endswith(_FILES) or top.endswith(":/")):
+    if not local and (not name.endswith(FILE_SUFFIXES) or top.endswith(":/")):
         return None
     folder = Folder.at(top or slash or ".", options)
     found = next((path for path in (name, f"{name}{INDEX_SUFFIX}") if path in folder.files), None)
@@ -198,4 +261,4 @@ def _refuse_part_of_checkpoint(folder: Folder, where: str, options: Mapping[str,
     )
     if is_ours:
         whole = folder.where if FILE_NAME in folder.files else around
-        raise ConfigError(f"{where} is a file of a checkpoint. Name the checkpoint: {whole}.")
+        raise ConfigError(f"{where} is a single file of a checkpoint. Name the checkpoint itself: {whole}.")

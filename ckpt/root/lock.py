@@ -17,21 +17,21 @@ from ckpt.root.catalog import LOCK
 from ckpt.storage import Storage
 from ckpt.util.console import utc_now
 
-_PATIENCE = 60.0  # seconds that a run waits for `ckpt prune`, or for a rescue that gives way to it
+_PATIENCE = 60.0  # seconds that a run waits for `ckpt prune`
 _PAUSE = 0.05
 _UNTIL_WRITTEN = 10.0  # seconds that a run waits for the saves of managers that nobody uses any more
 _SAVING = "ckpt-save"  # the thread of a save in the background
-_PRUNE, _RESCUE = "ckpt prune, ", "ckpt rescue, "  # mark the note of a holder that a run waits for
+_PRUNE = "ckpt prune, "  # marks the note of a holder that a run waits for
 
 
-def lock_root(storage: Storage, held: ExitStack, *, to_prune: bool = False, to_rescue: bool = False) -> None:
+def lock_root(storage: Storage, held: ExitStack, *, to_prune: bool = False) -> None:
     """Lock the root until the stack is closed. Refused while another run has it.
 
-    A run waits for `ckpt prune`, which holds the lock only for a moment, and for the rescue of a snapshot in memory,
-    which gives way to it: a job that starts just then must not fail. A manager of this process that nobody uses any
-    more, such as that of a notebook's cell that is run again, gives the root up.
+    A run waits for `ckpt prune`, which holds the lock only for a moment: a job that starts just then must not fail. A
+    manager of this process that nobody uses any more, such as that of a notebook's cell that is run again, gives the
+    root up.
     """
-    kind = _PRUNE if to_prune else _RESCUE if to_rescue else ""
+    kind = _PRUNE if to_prune else ""
     process = f"process {os.getpid()} on {socket.gethostname()}"
     note, patience = f"{kind}{process}, since {utc_now()}.", 0.0 if kind else _PATIENCE
     try:
@@ -70,10 +70,6 @@ def _lock(storage: Storage, held: ExitStack, note: str, patience: float) -> None
             held.enter_context(storage.lock(LOCK, note=note))
             return
         except LockedError as error:
-            if not _is_brief(str(error)) or time.monotonic() > deadline:
+            if _PRUNE not in str(error) or time.monotonic() > deadline:
                 raise
             time.sleep(_PAUSE)
-
-
-def _is_brief(held: str) -> bool:
-    return _PRUNE in held or _RESCUE in held

@@ -29,7 +29,7 @@ from ckpt.root.verify import VerifiedFile, size_problems
 from ckpt.root.write_link_commit import Attempt
 from ckpt.storage import Staging, Storage
 from ckpt.storage.base import Interruptible, LostError
-from ckpt.util.console import PROGRESS_MIN_BYTES, format_size, progress_bar, say
+from ckpt.util.console import format_size, progress_bar, say
 from ckpt.util.threads import OwnerProcess, Worker
 
 AT_START, AT_END = 5.0, 30.0  # seconds
@@ -184,6 +184,7 @@ class Copies:
     bandwidth: float | None = None  # bytes per second
     has_all_files: bool = True  # whether `source` has all files of a checkpoint
     is_leader: bool = True  # of several hosts that copy, the leader alone locks, sweeps and applies retention
+    is_awaited: bool = True  # or copies are made beside training, which may have progress bars of its own
     stopping: threading.Event = field(default_factory=threading.Event)  # set: the copy under way is given up
     was_listed: bool = False  # whether it is known what the target has
     _sent: int = 0  # pieces, and seconds for which the bandwidth made them wait
@@ -204,7 +205,7 @@ class Copies:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """A number that changes while copies are running."""
+        """Numbers that change while copies run."""
         return self._sent, progress_of(self.target)
 
     def is_free(self, name: str) -> bool:
@@ -243,14 +244,14 @@ class Copies:
             except LostError:  # the next attempt locks the target again
                 self.close()
                 raise
-            _log.info(
+            _log.debug(
                 "copied %s to %s: %s in %.2f s",
                 manifest.name, self.target.url, format_size(manifest.size), time.monotonic() - began,
             )  # fmt: skip
         self._apply_retention()
 
     def close(self) -> None:
-        """Release the lock on the target."""
+        """Release the lock on the mirror."""
         self._held.close()
         self._copied = None
 
@@ -271,7 +272,7 @@ class Copies:
         sizes = {entry.key.removeprefix(f"{name}/"): entry.size for entry in self.target.list(name)}
         missing = [file for file in manifest.files if sizes.get(file.path) != file.size and self._is_mine(name, file)]
         total = sum(file.size for file in missing)
-        with progress_bar(f"copying {name}", total, in_bytes=True, show=total > PROGRESS_MIN_BYTES) as advance:
+        with progress_bar(f"copying {name}", total, in_bytes=True, show=lambda: self.is_awaited) as advance:
             throttle = Throttle(self.bandwidth, self._pause)
             newest = None if manifest.is_authentic or not missing else self._manifest_of(self.newest)
             unlinked = (file for file in missing if not self._link(newest, name, file))
@@ -298,7 +299,7 @@ class Copies:
         while True:
             self._sent += 1
             if self.stopping.wait(max(0.0, min(1.0, end - time.monotonic()))):
-                raise TransientError("the end of the run did not wait for the rest.")
+                raise TransientError("the run ended before the copy did.")
             if time.monotonic() >= end:
                 return
 
@@ -319,7 +320,7 @@ class Copies:
         try:
             self.target.link(f"{newest.name}/{same.path}", f"{name}/{file.path}")
         except StorageError as error:  # the newest copy was removed by hand, for example: send the file
-            _log.debug("%s could not be linked: %s", file.path, error)
+            _log.debug("ckpt could not link %s, so it sends the file: %s", file.path, error)
             return False
         return True
 
@@ -332,7 +333,7 @@ class Copies:
             if self.keep is not None:
                 left = deletion.apply_retention(self.keep, self.target, newest_first, (), history=self._history)
         except StorageError as error:  # the copy is committed; the removal is tried again after the next one
-            _log.warning("old copies were not removed: %s", error)
+            _log.warning("ckpt could not remove old copies: %s", error)
         else:
             self._copied = {summary.name: summary for summary in left}
             self._index.update(self.target, set(self._copied))
@@ -398,12 +399,14 @@ class MirrorWorker:
     _working: bool = False
     _woken: bool = False  # whether a checkpoint was enqueued, or `close` called, since the last attempt began
     _is_ending: bool = False  # `close` was called
+    _has_skipped: bool = False  # a copy, which was said
     _left_alone: bool = False  # the thread hangs in a request, and the run has ended without it
     _guard: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self._background = Worker("ckpt-mirror", daemon=True)
         self._owner = OwnerProcess()
+        self.copies.is_awaited = False
         _all.add(self)
 
     @property
@@ -442,7 +445,7 @@ class MirrorWorker:
                 return
             self._working = True
         self.copies.stopping.clear()
-        self._is_ending = False
+        self._is_ending = self.copies.is_awaited = False
         self._background.start(lambda: self._work(opening))
         if self.patience.start_wait(self.copies.target, lambda: self.copies.progress).ended(opening):
             error = opening.error
@@ -470,15 +473,16 @@ class MirrorWorker:
             self._background.start(self._work)
 
     def close(self) -> None:
-        """Copy everything that waits, and release the mirror. What cannot be copied now, the next run copies.
+        """Copy all checkpoints that wait, and release the mirror. If a copy fails now, the next run tries again.
 
-        A copy may fail for a transient reason, so it is tried once more. A mirror that
-        gives no sign of life for `patience.at_end` seconds is not waited for any longer.
+        ckpt tries a failed copy once more, because the reason may be transient. If the mirror gives no sign of life for
+        `patience.at_end` seconds, ckpt stops waiting.
         """
         with self._guard:
             names = self._uncopied()
             idle = bool(names) and not self._working
             self._working, self._woken, self._is_ending = self._working or idle, True, True
+            self.copies.is_awaited = True
         if names:
             bound = "" if self.copies.target.is_local else f" (up to {self.patience.at_end:g} s without an answer)"
             say(f"copying to {self.copies.target.url} before the end{bound}: {', '.join(names)}")
@@ -515,12 +519,13 @@ class MirrorWorker:
         target, names = self.copies.target.url, ", ".join(self._uncopied()[-self.backlog :])
         if given_up:
             self.error = self.error or TransientError(f"{target} did not answer at the end of the run.")
-            _log.warning("the mirror %s does not answer, and the run ends without it: %s", target, self.error)
+            _log.warning("the mirror %s does not answer, so the run ends without it: %s", target, self.error)
         if names:
             unsure = "" if self.copies.was_listed else ", as far as is known"
             _log.warning(
-                "not copied to %s%s: %s. Safe in %s, and copied by the next run that has this mirror.",
-                target, unsure, names, self.copies.source.url,
+                "these checkpoints are not in the mirror %s%s: %s. All are safe in %s, and the next run with this "
+                "mirror "
+                "copies them.", target, unsure, names, self.copies.source.url,
             )  # fmt: skip
 
     def _add(self, new: _QueuedCopy) -> None:
@@ -533,7 +538,12 @@ class MirrorWorker:
         self._waiting = waiting[too_many:]
         for copy in [*dropped, *waiting[:too_many]]:
             if copy.manifest not in [kept.manifest for kept in self._waiting]:  # unless it was enqueued again
-                _log.warning("%s is not copied to %s: newer ones wait already", copy.name, self.copies.target.url)
+                _log.log(
+                    logging.DEBUG if self._has_skipped else logging.WARNING,
+                    "ckpt skips the copy of %s to %s, because newer checkpoints are waiting", copy.name,
+                    self.copies.target.url,
+                )  # fmt: skip
+                self._has_skipped = True
             copy.held.close()
 
     def _next(self) -> _QueuedCopy | None:
@@ -556,6 +566,8 @@ class MirrorWorker:
             try:
                 self.copies.open_target([copy.name, *(other.name for other in self._waiting)])
                 self.copies.copy(copy.manifest)
+                if self.error is not None:
+                    say(f"{self.copies.target.url} can be written again: copied {copy.name}")
                 self.error = None
                 if self.on_copied is not None:
                     self.on_copied(copy.manifest.id)
@@ -579,6 +591,9 @@ class MirrorWorker:
             return self._working
 
     def _record_failure(self, what: str, error: Exception, level: int = logging.WARNING) -> None:
+        """A warning, unless the failure before was of the same kind: a mirror may be away for days."""
+        if type(error) is type(self.error) and not isinstance(error, CheckpointError):
+            level = logging.DEBUG
         if not self.copies.stopping.is_set():  # then `close` says it
             _log.log(level, "%s: %s: %s", self.copies.target.url, what, error)
         self.error = error

@@ -44,7 +44,7 @@ def open_tiers(
         return (open_storage(root, **settings(options)),)
     tiers = (open_url(root, options), open_url(mirror, mirror_options))
     if place_of(tiers[0]) == place_of(tiers[1]):
-        raise ConfigError(f"mirror={mirror!r} is the root itself. Use another place, or leave mirror= out.")
+        raise ConfigError(f"mirror={mirror!r} is the same place as the root. Use another place, or leave out mirror=.")
     return tiers
 
 
@@ -63,7 +63,7 @@ def try_out_tiers(root: Storage, mirror: Storage | None = None, *, patience: Mir
         try:
             (patience or MirrorPatience()).reached(mirror, lambda: _try_out(mirror))
         except TransientError as error:
-            _log.warning("the mirror cannot be reached, and copies wait for it: %s", error)
+            _log.warning("can't reach the mirror, so copies wait until the mirror answers: %s", error)
 
 
 def refuse_checkpoint(root: Storage) -> None:
@@ -124,8 +124,8 @@ def _refuse_unlisted(storage: Storage, folder: str, key: str) -> None:
     """What is not listed counts as lost: no save would be committed, and no checkpoint found."""
     if all(entry.key != key for entry in storage.list(folder)):
         raise UnsupportedError(
-            f"{storage.url}: what was written there is not in the server's list of it. It changes some names, such as "
-            f"those with two slashes in a row or a backslash: give the root another name."
+            f"ckpt wrote to {storage.url}, but the server does not list the object. Some servers change names with two "
+            "slashes in a row or a backslash: give the root another name."
         )
 
 
@@ -139,8 +139,8 @@ def _is_refused(storage: Storage, key: str, over: str | None) -> bool:
         raise
     except StorageError as error:  # 400 or 501: the server does not know such requests
         raise UnsupportedError(
-            f"{storage.url}: the server refuses conditional writes (If-None-Match, If-Match), without which two runs "
-            f"could destroy each other's saves. Use another server, or a newer version of it. It said: {error}"
+            f"the server of {storage.url} refuses conditional writes (If-None-Match, If-Match). Without such writes, "
+            f"two runs could destroy each other's saves. Use another server, or a newer version of it. It said: {error}"
         ) from error
     return False
 
@@ -150,7 +150,7 @@ def _refuse_unconditional(storage: Storage, ignored: list[str]) -> None:
     text = f"{storage.url}: the server ignores {' and '.join(ignored)}, so nothing keeps a second run out of this root"
     if not getattr(storage, "allow_unconditional", False):
         raise UnsupportedError(
-            f"{text}: each would remove what the other is writing. Use another server or a newer version of it, or, if "
-            "there is only ever one run, storage_options={'allow_unconditional': True}."
+            f"{text}: each would remove what the other is writing. Use another server or a newer version of it. If "
+            "only one run ever writes there, give storage_options={'allow_unconditional': True}."
         )
     _log.warning("%s. Make sure that only one run writes there (allow_unconditional=True).", text)

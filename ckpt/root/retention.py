@@ -16,13 +16,13 @@ from ckpt.util.option_values import Must, Options, Steps, is_count, is_kind, one
 
 @dataclass(frozen=True, kw_only=True)
 class Keep(Options):
-    """Rules for which checkpoints to keep: ckpt keeps one if any rule keeps it, and always keeps the newest.
+    """Choose which checkpoints to keep. ckpt keeps a checkpoint if any rule keeps it, and always keeps the newest.
 
         Keep(last=3)
         Keep(last=2, best=1, metric="accuracy", mode="max", every=10_000)
 
-    If `best` is set and no checkpoint has the metric, ckpt removes nothing and warns once: a mistyped name must not
-    cost you the best ones.
+    If you set `best` and no checkpoint has the metric, ckpt removes nothing and warns once: a mistyped name must not
+    cost you the best checkpoints.
 
     Args:
         last: Keep this many of the newest.
@@ -51,9 +51,9 @@ class Keep(Options):
         """Refuse a metric that is NaN before anything is written: no checkpoint can be ranked by it."""
         if self.metric is not None and math.isnan(metrics.get(self.metric, 0.0)):
             raise MetricError(
-                f"metric {self.metric!r} is NaN at {where}, and Keep(best={self.best}) ranks by it. Nothing was "
-                f"saved; earlier checkpoints stay. Find out why the metric is NaN. To save anyway, leave the metric "
-                f"out."
+                f"nothing was saved, because the metric {self.metric!r} is NaN at {where}, and Keep(best={self.best}) "
+                "ranks checkpoints by it. Earlier checkpoints stay. Find out why the metric is NaN. To save anyway, "
+                "leave the metric out."
             )
 
     def removable(self, newest_first: Sequence[Manifest | Summary], damaged: Collection[str] = ()) -> list[str]:

@@ -68,7 +68,8 @@ def find_signing_key(source: KeySource | bool | None) -> SigningKey | None:
         what, found = SIGN_VARIABLE, os.environ.get(SIGN_VARIABLE) or None
     if source is True and found is None:
         raise ConfigError(
-            f"the key to sign with is True, and {SIGN_VARIABLE} is not set. Set it, or give the path of a key."
+            f"ckpt should sign with the key in {SIGN_VARIABLE}, but {SIGN_VARIABLE} is not set. Set the variable, or "
+            "give the path of a key."
         )
     if found is None:
         return None
@@ -87,7 +88,7 @@ def find_verify_keys(source: KeySource | None) -> tuple[str, ...]:
         return ()
     blocks = list(_blocks(_read(source, what, private=False)))
     if not blocks:
-        raise ConfigError(f"{what} holds no key: it must be PEM, as 'ckpt key new' and openssl write it.")
+        raise ConfigError(f"{what} has no key in it. A key must be PEM, as 'ckpt key new' and openssl write it.")
     return tuple(dict.fromkeys(_public_id(block, what) for block in blocks))
 
 
@@ -100,7 +101,7 @@ def new_key(path: KeySource) -> str:
     public = private.public_key().public_bytes(pem, ways.PublicFormat.SubjectPublicKeyInfo)
     beside = f"{os.fspath(path)}.pub"
     if os.path.lexists(beside):  # before the private half is written, which would belong to no public one
-        raise ConfigError(f"{beside} is there already. No key is ever overwritten.")
+        raise ConfigError(f"{beside} already exists, and ckpt never overwrites a key. Choose another path.")
     _write_new(os.fspath(path), secret, 0o600)
     _write_new(beside, public, 0o644)
     return beside
@@ -111,7 +112,7 @@ def _write_new(path: str, data: bytes, mode: int) -> None:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(data)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}. No key is ever overwritten.") from None
+        raise ConfigError(f"could not write {path}: {error.strerror}. ckpt never overwrites a key.") from None
 
 
 def _public_id(block: str, what: str) -> str:
@@ -148,7 +149,9 @@ def _without_cause(what: str) -> Iterator[None]:
     try:
         yield
     except TypeError:
-        raise ConfigError(f"{what} is encrypted, and there is no terminal to ask for its passphrase.") from None
+        raise ConfigError(
+            f"{what} is encrypted, but there is no terminal where ckpt could ask for its passphrase."
+        ) from None
     except Exception:  # of any kind that a parser raises on any text
         raise ConfigError(f"{what} is not the right kind of PEM. 'ckpt key new PATH' makes keys.") from None
 
@@ -162,7 +165,9 @@ def _read(source: KeySource | bool, what: str, *, private: bool) -> str:
         descriptor = open_regular(os.path.expanduser(text))
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no path"
-        raise ConfigError(f"{what} must be the path of a PEM file, or its text, but cannot be read: {why}.") from None
+        raise ConfigError(
+            f"{what} must be the path of a PEM file, or its text, but ckpt could not read it: {why}."
+        ) from None
     try:
         return _read_file(descriptor, text, private=private).decode("ascii", "replace")
     finally:
@@ -173,8 +178,9 @@ def _read_file(descriptor: int, path: str, *, private: bool) -> bytes:
     about, data = os.fstat(descriptor), os.read(descriptor, _LARGEST)
     if about.st_mode & _OTHERS and (private or b"PRIVATE" in data):
         raise ConfigError(
-            f"{path} is a private key that others may read or write (mode {about.st_mode & 0o777:04o}): it no longer "
-            f"proves anything. Make a new one with 'ckpt key new', or, if nobody has read it, 'chmod 600 {path}'."
+            f"others may read or write the private key {path} (mode {about.st_mode & 0o777:04o}), so its signatures "
+            "prove nothing. Make a new key with 'ckpt key new'. If you know that nobody has read the key: chmod 600 "
+            f"{path}."
         )
     return data
 
@@ -245,7 +251,7 @@ class Head:
         found = _HEAD.fullmatch(text)
         if found is None:
             where = path or "the run that is required"
-            raise ConfigError(f"{where} must be RUN or RUN:NUMBER, as 'ckpt show' has them, and is {text[:100]!r}.")
+            raise ConfigError(f"{where} must be RUN or RUN:NUMBER, as 'ckpt show' prints them, not {text[:100]!r}.")
         return cls(found[1], int(found[2] or 0), path)
 
     @classmethod
@@ -258,7 +264,7 @@ class Head:
             return cls(path=name)
         except OSError as error:
             raise ConfigError(
-                f"{name}, which remembers the head of the run, is unreadable: {error.strerror}."
+                f"could not read {name}, which keeps the number of the newest checkpoint: {error.strerror}."
             ) from None
         with os.fdopen(descriptor, "rb") as file:
             return cls.parse(file.read(_LARGEST).decode("ascii", "replace"), name)
@@ -266,11 +272,11 @@ class Head:
     def problem(self, manifest: Manifest) -> str:
         """Why a checkpoint is not what it must be; empty if it is."""
         if self.run and manifest.run != self.run:
-            return f"it is of run {manifest.run}, and must be of {self.run}"
+            return f"it belongs to run {manifest.run}, not to {self.run}"
         if self.run and manifest.sequence < self.number:
             return (
-                f"it is number {manifest.sequence} of its run, and number {self.number} was there: newer ones were "
-                f"removed, or an older one was put back. {self._way_back()}"
+                f"it is number {manifest.sequence} of its run, which had reached number {self.number}: somebody "
+                f"removed newer ones, or put an older one back. {self._way_back()}"
             )
         return ""
 
@@ -278,13 +284,13 @@ class Head:
         """Raise where a run that has not resumed begins, or saves, in place of the one that is known."""
         if self.run and self.run != run:
             raise UntrustedError(
-                f"{url} had checkpoints of run {self.run}, up to number {self.number}, and none of them was loaded: "
-                f"they were removed, or this is another root. {self._way_back()}."
+                f"{url} had checkpoints of run {self.run}, up to number {self.number}, but this run loaded none of "
+                f"them. Somebody removed those checkpoints, or this is another root. {self._way_back()}."
             )
 
     def _way_back(self) -> str:
         if not self.path:
-            return "Require the run without a number to go back on purpose"
+            return "To go back on purpose, require the run without a number"
         return f"To go back on purpose, name a checkpoint, as in load_state(name); to begin again, remove {self.path}"
 
     def advance(self, manifest: Manifest) -> None:
@@ -296,7 +302,7 @@ class Head:
         try:
             LocalStorage(folder).write(name, [f"{self.run}:{self.number}\n".encode()])
         except CkptError as error:
-            _log.warning("%s, which remembers the head of the run, was not written: %s", self.path, error)
+            _log.warning("could not write %s, which keeps the number of the newest checkpoint: %s", self.path, error)
 
 
 @dataclass(frozen=True)
@@ -321,11 +327,11 @@ class Trust:
         if signature is None or signature.key not in self.keys:
             self._refuse_unknown(manifest)
             return manifest
-        problem = "" if has_signed(signature.key, signature) else "what it says does not fit its signature"
+        problem = "" if has_signed(signature.key, signature) else "its content does not match its signature"
         problem = problem or _problem(manifest, signature.name)
         problem = problem or (self.head.problem(manifest) if self.head is not None else "")
         if problem:
-            raise UntrustedError(f"{manifest.name} is refused: {problem}.")
+            raise UntrustedError(f"ckpt refuses {manifest.name}: {problem}.")
         return replace(manifest, signature=replace(signature, verified=True))
 
     def accepted(self, manifest: Manifest) -> Manifest:
@@ -347,22 +353,22 @@ class Trust:
         """Raise where a signature is required, for a place that has no manifest which could have one; else warn."""
         if self.required:
             raise UntrustedError(
-                f"{where} is refused: it has no manifest, so nothing in it is signed, and a signature is required."
+                f"ckpt refuses {where}: you require a signature, but without a manifest nothing in it is signed."
             )
         if self.keys:
             self._warn(where, "has no manifest, so nothing in it is signed")
 
     def _warn(self, where: str, why: str) -> None:
         _log.warning(
-            "%s %s: whoever can write to it may have altered it. Signing(required=True) or require_signed=True refuses "
-            "it.", where, why,
+            "%s %s, so anybody who can write there may have altered it. To refuse such checkpoints, use "
+            "Signing(required=True) or require_signed=True.", where, why,
         )  # fmt: skip
 
     def _refuse_unknown(self, manifest: Manifest) -> None:
         if not self.required:
             return
         by = f"it is signed by {short(manifest.signature.key)}" if manifest.signature else "it is not signed"
-        raise UntrustedError(f"{manifest.name} is refused: {by}, and must be signed by {shown(self.keys)}.")
+        raise UntrustedError(f"ckpt refuses {manifest.name}: {by}, but you require a signature by {shown(self.keys)}.")
 
 
 BELIEVES_ALL = Trust()
@@ -371,9 +377,9 @@ BELIEVES_ALL = Trust()
 def _problem(manifest: Manifest, signed_name: str) -> str:
     """Why a manifest with a good signature is refused all the same."""
     if signed_name != manifest.name:
-        return f"it was signed as {signed_name!r}, and its folder has another name: give it back, if you renamed it"
+        return f"it was signed as {signed_name!r}, but its folder has another name; if you renamed it, rename it back"
     without = [file.path for file in manifest.files if not file.has_sha256]
-    return f"it has no SHA-256 of {', '.join(without)}" if without else ""
+    return f"it lists no SHA-256 of {', '.join(without)}" if without else ""
 
 
 def open_trust(
@@ -392,7 +398,7 @@ def open_trust(
     head = Head.parse(required) if isinstance(required, str) else head
     if (required or head) and not keys:
         raise ConfigError(
-            "signatures are required, and there is no key to verify them with: give verify_key= (on the command line "
+            "you require signatures, but gave no key to verify them with. Give verify_key= (on the command line "
             "--key), or set CKPT_VERIFY_KEY. The key that a run signs with works too."
         )
     return Trust(keys, bool(required) or head is not None, head)

@@ -41,7 +41,7 @@ from ckpt.root.catalog import (
 )
 from ckpt.root.signing import BELIEVES_ALL, KeySource, Trust, open_trust
 from ckpt.storage import Staging, Storage
-from ckpt.util.console import format_size, one_line, progress_bar
+from ckpt.util.console import format_size, html_table, one_line, progress_bar
 from ckpt.util.threads import CORES_OF_RANK, in_parallel
 
 WINDOW = 8 << 20  # bytes: small enough to be hashed while they are in the processor's cache
@@ -245,41 +245,49 @@ class Verification:
         return self.state in (DAMAGED, UNTRUSTED, UNREADABLE)
 
 
+class Verified(dict[str, list[str]]):
+    """The problems of each checkpoint, by name: a dict, and a table in notebooks."""
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        rows = [(name, "; ".join(problems) or "none: every byte is intact") for name, problems in self.items()]
+        return html_table("verified", rows, ("name", "problems"))
+
+
 def verify(
     url: str | os.PathLike[str],
     *,
     verify_key: KeySource | None = None,
     require_signed: bool | str = False,
     storage_options: Mapping[str, Any] | None = None,
-) -> dict[str, list[str]]:
+) -> Verified:
     """Find what is wrong with a checkpoint, or with each checkpoint of a root.
 
-    It reads every file and compares it with the hashes in its manifest; if hosts have separate roots, the files of this
-    root. A run may write to the root meanwhile: `verify` leaves out checkpoints that are being saved or removed.
+    `verify` reads every file and compares it with the hashes in its manifest. If hosts have separate roots, `verify`
+    reads the files of this root. A run may use the root at the same time: `verify` skips checkpoints that the run saves
+    or removes.
 
     Args:
         url: A root or a checkpoint.
-        verify_key: As in `Signing`: a checkpoint that none of these keys has signed then counts as wrong too.
+        verify_key: As in `Signing`: if none of these keys has signed a checkpoint, that counts as a problem too.
         require_signed: As `required` of `Signing`. A key implies True.
         storage_options: As for the manager.
 
     Returns:
-        The problems of each checkpoint, by name: an empty list means intact.
+        The problems of each checkpoint, by name; an empty list means that it is intact. Notebooks show this dict as a
+        table.
 
     Raises:
-        MissingError: There is neither a root nor a checkpoint.
+        MissingError: The URL is neither a root nor a checkpoint.
     """
     trust = required_by(verify_key, require_signed)
     storage, names, is_checkpoint = catalog.resolve(url, storage_options)
     found = [verify_checkpoint(storage, name, trust) for name in names]
-    return {
-        checkpoint.name: list(checkpoint.problems)
-        for checkpoint in found
-        if is_checkpoint or checkpoint.is_fault or checkpoint.state == INTACT
-    }
+    told = [each for each in found if is_checkpoint or each.is_fault or each.state == INTACT]
+    return Verified({each.name: list(each.problems) for each in told})
 
 
-def required_by(verify_key: KeySource | None, require_signed: bool | str = False) -> Trust:
+def required_by(verify_key: KeySource | None, require_signed: bool | str) -> Trust:
     """Whom to believe where a key says that signatures matter: the caller's, or that of the environment."""
     return replace(trust := open_trust(verify_key, required=require_signed), required=bool(trust.keys))
 

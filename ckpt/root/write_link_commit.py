@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
 from ckpt.errors import DamagedError, NotDurableError, StorageError
@@ -29,7 +30,7 @@ from ckpt.root.catalog import delete_copy, find, mark_save, write_copy
 from ckpt.root.deletion import remove_uncommitted
 from ckpt.root.verify import VerifiedFile
 from ckpt.storage import Buffer, Grouping, StablePieces, Staging, Storage
-from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar
+from ckpt.util.console import counted, progress_bar
 from ckpt.util.threads import CORES_OF_RANK, Worker
 
 if TYPE_CHECKING:
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
 
 
 Advance = Callable[[float], None]
+
+
+def _uncounted(amount: float) -> None:
+    """For bytes that the progress bar counts elsewhere."""
+
 
 # SHA-256 takes a core for 0.4 GB/s and more, and training needs cores too: half of those of this rank, at most four
 _WORTH_THREADS = 4 << 20  # bytes
@@ -147,6 +153,7 @@ def _run_through(hasher: FileHasher, plan: FilePlan, advance: Advance) -> FileHa
 
 
 _log = logging.getLogger("ckpt")
+_MOST_LISTED = 2000  # files that a commit looks at once more: two requests
 _WORTH_A_THREAD = 4 << 20  # bytes: less is hashed in the time that a thread takes to start
 
 
@@ -190,6 +197,7 @@ class Attempt:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     sha256: bool = False  # whether files are hashed by SHA-256 too
     sequence: int = 0  # the number that was reserved for it
+    amends: bool = False  # the checkpoint that it replaces: files that are the same stay where they are
 
     def begin(self, storage: Storage, paths: Iterable[str]) -> None:
         """Write the save marker with the paths of all files to come, so that a later save removes what a crash left."""
@@ -199,18 +207,22 @@ class Attempt:
             mark_save(storage, self.name, [self.path_for(path) for path in paths], self.replaces, self.id)
 
     def write(
-        self, storage: Storage, plans: list[FilePlan], earlier: Mapping[str, EarlierFile], *, show: bool = False
-    ) -> list[WrittenFile]:
-        """Write files and hash their bytes on the way; link those that an `earlier` checkpoint has unchanged."""
+        self, storage: Storage, plans: list[FilePlan], earlier: Mapping[str, EarlierFile], *,
+        show: bool | Callable[[], bool] = False,
+    ) -> list[WrittenFile]:  # fmt: skip
+        """Write files and hash their bytes on the way; link those that an `earlier` checkpoint has unchanged.
+
+        `show`: whether somebody waits for it, as `progress_bar` takes it.
+        """
         size = sum(plan.size for plan in plans)
-        show = show and size > PROGRESS_MIN_BYTES
         with (
             progress_bar(f"saving {self.name}", size, in_bytes=True, show=show) as advance,
             _failing_unless_durable(),
             storage.grouped() if isinstance(storage, Grouping) else nullcontext(),
         ):
             return [
-                self._link(storage, plan, earlier.get(plan.path), advance) or self._write_file(storage, plan, advance)
+                self._link(storage, plan, earlier.get(plan.path), advance)
+                or self._kept(storage, self._write_file(storage, plan, advance), earlier.get(plan.path))
                 for plan in plans
             ]
 
@@ -243,13 +255,23 @@ class Attempt:
         return version
 
     def _require_files(self, storage: Storage, manifest: Manifest) -> None:
-        """See that every file is there with its size: another run, or somebody's hand, may have removed one."""
-        sizes = {entry.key.removeprefix(f"{self.name}/"): entry.size for entry in storage.list(self.name)}
-        wrong = [file.path for file in manifest.files if sizes.get(file.path) != file.size]
+        """See that every file is there with its size: another run, or somebody's hand, may have removed one.
+
+        Of thousands of files, only the first are looked at: each was confirmed when it was written, and whoever has
+        removed some of them has hardly spared those.
+        """
+        entries = storage.list(self.name)
+        listed = list(islice(entries, _MOST_LISTED))
+        in_order = all(one.key < other.key for one, other in pairwise(listed))
+        listed += [] if in_order else entries
+        sizes = {entry.key.removeprefix(f"{self.name}/"): entry.size for entry in listed}
+        last = max(sizes) if in_order and len(listed) == _MOST_LISTED else None
+        there = (file for file in manifest.files if last is None or file.path <= last)
+        wrong = [file.path for file in there if sizes.get(file.path) != file.size]
         if wrong:
             raise StorageError(
-                f"{storage.url}/{self.name} is not committed: {len(wrong)} of its files are gone or have another size "
-                f"since they were written ({', '.join(wrong[:5])}). Does another run use this root?"
+                f"ckpt did not commit {storage.url}/{self.name}: {len(wrong)} of its files have disappeared or changed "
+                f"their size since ckpt wrote them ({', '.join(wrong[:5])}). Does another run use this root?"
             )
 
     def _put_manifest(self, storage: Storage, manifest: Manifest) -> str | None:
@@ -265,7 +287,7 @@ class Attempt:
         except StorageError as error:
             if not self._took_effect(storage, manifest):
                 raise
-            _log.warning("%s/%s was written, though the storage said otherwise: %s", storage.url, key, error)
+            _log.warning("the storage reported an error, but did write %s/%s: %s", storage.url, key, error)
             return None
 
     def _took_effect(self, storage: Storage, manifest: Manifest) -> bool:
@@ -291,28 +313,42 @@ class Attempt:
 
         A storage that stages files needs no links: it does not send bytes that it has already.
         """
-        if (
-            earlier is None
-            or not (plan.likely_unchanged if plan.hashes is None else plan.hashes.blocks == earlier.file.blocks)
-            or plan.size != earlier.file.size
-            or isinstance(storage, Staging)
-        ):
+        if earlier is None or plan.size != earlier.file.size or isinstance(storage, Staging):
             return None
-        path = self.path_for(plan.path)
-        record = hashed(plan, path, lambda _: None, sha256=self.sha256)
+        stays = self._stays(storage, earlier)
+        is_gathered = plan.contents is None and not plan.in_memory  # by all ranks, and only once
+        likely = plan.likely_unchanged or (stays and not is_gathered)
+        if not (likely if plan.hashes is None else plan.hashes.blocks == earlier.file.blocks):
+            return None
+        path = earlier.file.path if stays else self.path_for(plan.path)
+        record = hashed(plan, path, _uncounted, sha256=self.sha256)
         if record.blocks != earlier.file.blocks:
             return None
         if not earlier.was_read and not self._is_intact(storage, earlier, record):
             return None
+        if stays:
+            advance(plan.size)
+            return WrittenFile(record, linked=True)
         try:
             storage.link(f"{earlier.checkpoint}/{earlier.file.path}", f"{self.name}/{path}")
         except NotDurableError as error:  # the path exists now: the file cannot be written in its place
             raise StorageError(str(error)) from error
         except StorageError as error:  # the earlier file was removed by hand, for example: write this one
-            _log.debug("%s could not be linked: %s", path, error)
+            _log.debug("ckpt could not link %s, so it writes the file: %s", path, error)
             return None
         advance(plan.size)
         return WrittenFile(record, linked=True)
+
+    def _kept(self, storage: Storage, written: WrittenFile, earlier: EarlierFile | None) -> WrittenFile:
+        """The file that was written, or the one that stays, if its bytes are the same: the commit removes the other."""
+        if not self._stays(storage, earlier) or earlier is None or earlier.file.blocks != written.file.blocks:
+            return written
+        return WrittenFile(replace(written.file, path=earlier.file.path), linked=True)
+
+    def _stays(self, storage: Storage, earlier: EarlierFile | None) -> bool:
+        """Whether a file stays where it is if it has not changed: it is one of the checkpoint that is amended."""
+        is_own = earlier is not None and earlier.checkpoint == self.name
+        return self.amends and is_own and not isinstance(storage, Staging)
 
     def _is_intact(self, storage: Storage, earlier: EarlierFile, expected: FileRecord) -> bool:
         """Whether an earlier file has the bytes that are to be saved. If not, they are written."""
@@ -321,7 +357,9 @@ class Attempt:
             for _ in VerifiedFile.of(storage, earlier.checkpoint, there, sha256=self.sha256).pieces():
                 pass
         except (DamagedError, StorageError) as error:
-            _log.warning("%s/%s is written and not linked: %s", self.name, expected.path, error)
+            _log.warning(
+                "ckpt writes %s/%s again, because the earlier file is not intact: %s", self.name, expected.path, error
+            )
             return False
         return True
 
@@ -337,12 +375,14 @@ class Attempt:
 
         Both wait for bytes that are still on their way.
         """
-        pieces = StablePieces(plan.size, plan.pieces, plan.reserved)
+        in_place = plan.reserved is not None  # nothing is written: to hash it takes the time
+        written, hashes = (_uncounted, advance) if in_place else (advance, _uncounted)
+        pieces = StablePieces(plan.size, lambda: counted(plan.pieces(), written), plan.reserved)
         if plan.size < _WORTH_A_THREAD:
             receipt = self._put(storage, path, pieces)
-            record = hashed(plan, path, advance, sha256=self.sha256)
+            record = hashed(plan, path, hashes, sha256=self.sha256)
         else:
-            hashing = Worker("ckpt-hash").start(lambda: hashed(plan, path, advance, sha256=self.sha256))
+            hashing = Worker("ckpt-hash").start(lambda: hashed(plan, path, hashes, sha256=self.sha256))
             try:
                 receipt = self._put(storage, path, pieces)
             finally:
@@ -357,16 +397,11 @@ class Attempt:
         source = plan.pieces()
         is_hashed = plan.hashes is not None and not self.sha256
 
-        def pieces() -> Iterator[memoryview]:
-            for piece in source if is_hashed else hasher.through(source):
-                yield piece
-                advance(len(piece))
-
         try:
-            receipt = self._put(storage, path, pieces())
+            receipt = self._put(storage, path, counted(source if is_hashed else hasher.through(source), advance))
         finally:  # at once, also after a failure: other ranks may be waiting to send their pieces
             getattr(source, "close", lambda: None)()
-        return WrittenFile(hashed(plan, path, advance) if is_hashed else hasher.record(path), receipt)
+        return WrittenFile(hashed(plan, path, _uncounted) if is_hashed else hasher.record(path), receipt)
 
     def _put(self, storage: Storage, path: str, pieces: Iterable[Buffer]) -> str | None:
         """Write or stage one file. Returns its receipt if it was staged."""

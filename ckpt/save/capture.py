@@ -14,7 +14,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from operator import attrgetter
 from typing import Any
 
@@ -562,6 +562,7 @@ class ComparisonHistory:
     """The same on every rank. Once some of what should be equal has differed, each rank keeps its own."""
 
     trusted: bool = True
+    differed: bool = False  # ranks had different state: each says at once what it has
     reported: set[str] = field(default_factory=set)  # parts whose differences have been logged
 
     def distrust(self) -> None:
@@ -592,7 +593,8 @@ class StateCapture:
         has_none = not (parts or rank_parts or any(rank_state.get(key) for key in known))
         if has_none and self.ranks.world_size == 1:  # of several ranks, one may have nothing of its own
             raise ConfigError(
-                "there is nothing to save: StateManager(root, model=model, optimizer=optimizer) names the objects."
+                "there is nothing to save. Give the manager your objects: StateManager(root, model=model, "
+                "optimizer=optimizer)."
             )
         unsharded, sharded = self._divided(parts)
         gathered = sharded if self.layout == "full" else []
@@ -676,8 +678,8 @@ def _refuse_shards_of_others(part: Part) -> None:
     others = {rank for layout in part.layouts(None) for rank in layout.ranks}
     if len(others) > 1:
         raise RanksError(
-            f"{part.key} is sharded over {len(others)} ranks, but this manager saves only for its own process: it "
-            f"would save one shard. Leave out ranks=ckpt.RankOptions(alone=True), and build the manager on every rank."
+            f"{part.key} is sharded over {len(others)} ranks, but this manager would save only this rank's shard. "
+            "Leave out ranks=ckpt.RankOptions(alone=True), and build the manager on every rank."
         )
 
 
@@ -692,15 +694,22 @@ def _state_of(part: Part) -> Any:
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-        raise UnsupportedError(f"{part.key}: its state could not be captured: {why}") from error
+        raise UnsupportedError(f"could not read the state of {part.key}: {why}") from error
 
 
 def _about(part: Part, live: Any) -> dict[str, Any]:
     try:
         return part.about(live)
     except Exception as error:  # code of others, and the checkpoint is complete without it
-        _log.warning(
-            "%s: its configuration could not be read (%s: %s). It is saved, but its checkpoint cannot be published.",
-            part.key, type(error).__name__, error,
-        )  # fmt: skip
+        _warn_without_configuration(part.key, f"{type(error).__name__}: {error}")
         return {}
+
+
+@cache
+def _warn_without_configuration(key: str, why: str) -> None:
+    """Once, and not at every save."""
+    _log.warning(
+        "could not read the configuration of %s (%s). ckpt saves the model, but can't publish its checkpoints.",
+        key,
+        why,
+    )

@@ -68,21 +68,21 @@ class FiniteGuard:
         found = decide_together(self._ranks, f"save_state({name!r}) (finite)", mine.then(_shortened), _listed)
         if not found:
             return True
-        text = f"parameters are NaN or infinite: {found}"
+        text = f"these parameters are NaN or infinite: {found}"
         if self._on_nan == "raise":
             raise StateError(
-                f"{name}: {text}. Nothing was saved; earlier checkpoints stay. load_state() goes back to the newest. "
-                f"To save anyway, use SaveOptions(on_nan='warn')."
+                f"{name} was not saved, because {text}. Earlier checkpoints stay; load_state() goes back to the "
+                "newest. To save anyway, use SaveOptions(on_nan='warn')."
             )
         if self._ranks.rank == MAIN:
-            kept = "is saved all the same" if self._on_nan == "warn" else "is not saved; earlier checkpoints are kept"
-            _log.warning("%s %s: %s", name, kept, text)
+            fate = "ckpt saves %s, although %s" if self._on_nan == "warn" else "ckpt skips the save of %s, because %s"
+            _log.warning(fate, name, text)
         return self._on_nan == "warn"
 
     def problem_here(self) -> str:
         """Why this rank's state is not to be saved; empty if it is."""
         found = non_finite(self._registry.models) if self._on_nan in ("raise", "skip") else []
-        return f"parameters are NaN or infinite: {_joined(found)}" if found else ""
+        return f"these parameters are NaN or infinite: {_joined(found)}" if found else ""
 
 
 def _shortened(found: list[str]) -> dict[str, Any]:

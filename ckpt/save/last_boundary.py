@@ -85,7 +85,7 @@ class LastBoundary:
         what = type(error).__name__
         refused = self._agreed(self._obstacle(error))
         if refused:
-            _log.warning("%s: step %d is not saved: %s. Earlier checkpoints are kept.", what, self._step, refused)
+            _log.warning("%s: ckpt could not save step %d: %s. Earlier checkpoints stay.", what, self._step, refused)
             return
         assert self._request is not None
         saver.save(self._request, wait=True)
@@ -101,14 +101,18 @@ class LastBoundary:
 
     def _require_optimizers(self) -> None:
         if any(not isinstance(stepper, torch.optim.Optimizer) for stepper in self._registry.steppers()):
-            raise _UnknownError("an engine, or an optimizer that is not a torch optimizer, changes tensors unseen")
+            raise _UnknownError(
+                "ckpt can't see when an engine, or an optimizer that is not a torch optimizer, changes tensors"
+            )
 
     def _with_copied_buffers(self, live: LiveState) -> LiveState:
         buffers = {buffer.data_ptr() for model in self._models() for buffer in model.buffers()} - {0}
         if not buffers:
             return live
         if live.encoded is not None:
-            raise _UnknownError("a model has buffers, and the state of some part must be encoded at every step")
+            raise _UnknownError(
+                "a model has buffers, and ckpt would have to encode the state of another part at every step"
+            )
         parts, own = ([_with_copies(part, buffers) for part in found] for found in (live.parts, live.own))
         sharded = [_with_copies(part, buffers) for part in live.sharded]
         return replace(live, parts=parts, own=own, sharded=sharded, leaves=None)
@@ -120,7 +124,7 @@ class LastBoundary:
         self._off = why
         self._tensors = []
         if self._ranks.rank == MAIN:
-            _log.warning("Every(exception=True) saves nothing: %s", why)
+            _log.warning("Every(exception=True) has no effect: %s", why)
 
     def _obstacle(self, error: BaseException) -> str:
         """Why this rank cannot save the boundary; empty if it can."""
@@ -189,9 +193,9 @@ def _with_copies(part: LivePart, of: set[int]) -> LivePart:
 def _tensors_of(live: LiveState, *, several: bool) -> Iterator[torch.Tensor]:
     """All tensors of a state; of sharded ones this rank's shards. Raises if there is more that can change."""
     if live.gathered:
-        raise _UnknownError("sharded tensors are gathered while they are saved (layout='full')")
+        raise _UnknownError("with layout='full', every save gathers sharded tensors")
     if live.encoded is not None and several:
-        raise _UnknownError("the state of some part must be encoded at every step to be kept")
+        raise _UnknownError("ckpt would have to encode the state of some part at every step")
     for part in (*live.parts, *live.sharded, *live.own):
         yield from _tensors_in(part.tree, part.key)
 
@@ -206,4 +210,4 @@ def _tensors_in(value: Any, key: str) -> Iterator[torch.Tensor]:
         for item in value:
             yield from _tensors_in(item, key)
     elif not isinstance(value, _VALUES):
-        raise _UnknownError(f"{key} has a {type(value).__name__}, in which changes cannot be noticed")
+        raise _UnknownError(f"ckpt can't see when the {type(value).__name__} in {key} changes")

@@ -1,7 +1,7 @@
 """Describes the state of a rank by checksums, so that the main rank can find out what ranks hold differently.
 
-Thousands of ranks have few different descriptions, apart from the checksums of what each holds. So a rank sends a
-digest of its description first; the first rank with each digest sends the description, and every rank its checksums.
+Thousands of ranks have few different descriptions, apart from the checksums of what each holds. So of the ranks with
+the same description one sends it, and every rank its checksums.
 """
 
 from __future__ import annotations

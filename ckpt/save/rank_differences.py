@@ -255,10 +255,11 @@ def refuse_other_names(lines: list[str]) -> None:
     """Raise if some ranks have tensors of one model under other names than the rest."""
     if lines:
         advice = (
-            "Build the same model on every rank. If each rank has a part of one model on purpose, say so: "
+            "Build the same model on every rank. If each rank should have a part of one model, give "
             "model=ckpt.Joined([model])."
         )
-        raise RanksError(Lines.listing("ranks have different names in one model, so nothing was saved:", lines, advice))
+        head = "nothing was saved, because parameters of one model have different names on different ranks:"
+        raise RanksError(Lines.listing(head, lines, advice))
 
 
 def refuse_to_mix(problems: list[str], drifted: Sequence[str] = ()) -> None:
@@ -268,16 +269,17 @@ def refuse_to_mix(problems: list[str], drifted: Sequence[str] = ()) -> None:
             "Build the same model on every rank, sharded in the same way, and give every rank the same "
             "saving=ckpt.SaveOptions(layout=...)."
         )
-        head = "the ranks disagree, so nothing was saved:"
+        head = "nothing was saved, because the ranks disagree:"
         raise RanksError(Lines.listing(head, dict.fromkeys([*problems, *drifted]), advice))
     if drifted:
         advice = (
-            "DistributedDataParallel, or the mesh of a DTensor, should keep them equal. If they are meant to differ "
-            "(local SGD), save with wait=True or SaveOptions(background=False): each rank then keeps its own (not "
-            "where hosts have roots of their own). Otherwise load the last checkpoint, which makes them equal, and "
-            "look for gradients that are not reduced (no_sync()) or a faulty device."
+            "DistributedDataParallel, or the mesh of a DTensor, should keep them equal. If they should differ (local "
+            "SGD), save with wait=True or SaveOptions(background=False): ckpt then saves each rank's own, unless hosts "
+            "have separate roots. Otherwise load the last checkpoint, which makes them equal, and look for gradients "
+            "that are not reduced (no_sync()) or a faulty device."
         )
-        raise RanksError(Lines.listing("replicas have drifted apart, so nothing was saved:", drifted, advice))
+        head = "nothing was saved, because replicas that should be equal have drifted apart:"
+        raise RanksError(Lines.listing(head, drifted, advice))
 
 
 def _disagreements(key: str, tables: list[dict[str, Any]]) -> list[str]:

@@ -38,7 +38,9 @@ _REMOVAL = 1.0  # seconds within which somebody who removes a folder by hand has
 _PAUSE = 0.1
 _TOO_LATE = "a save, a load or close() has come before"
 _PATIENCE = 5.0  # seconds that the end of the program waits for a disk that does not answer
-_FAILING_DISK = {errno.EIO, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN}
+_FAILING_DISK = {
+    getattr(errno, name, errno.EIO) for name in ("EIO", "EREMOTEIO", "EBADMSG", "EUCLEAN")
+}  # as far as the system has them
 
 
 class ReadBack:
@@ -77,7 +79,7 @@ class ReadBack:
             self._proven, self._reading = self._reading.proven, None
 
     def wait(self) -> None:
-        """Wait until nothing is being read back: for tests and measurements."""
+        """Wait until ckpt has read back all files. Only tests and measurements need this."""
         if self._reading is not None and self._owner.is_here:
             self._reading.done.wait()
 
@@ -117,7 +119,7 @@ class _Reading:
             thread.start()
         except RuntimeError as error:  # no more threads: the checkpoint is committed all the same
             self._end()
-            _log.debug("%s is not read back: %s", self._url, error)
+            _log.debug("can't read %s back: %s", self._url, error)
 
     def stop(self) -> None:
         """Stop, and free the snapshot: the thread would otherwise be the last to refer to it.
@@ -143,9 +145,9 @@ class _Reading:
             if self._always or (not self._is_on_network() and self._is_memory_plentiful()):
                 self._read_all()
         except (_StoppedError, GoneError):
-            _log.debug("%s is not read back any further", self._url)
+            _log.debug("ckpt stopped reading %s back", self._url)
         except Exception as error:  # of any kind: the checkpoint is committed, and training continues
-            _log.warning("%s is committed, but could not be read back: %s", self._url, text_of(error))
+            _log.warning("ckpt committed %s, but could not read it back: %s", self._url, text_of(error))
         finally:
             self._end()
 
@@ -158,7 +160,7 @@ class _Reading:
         place = getattr(self._storage, "place", None)
         if place is None or not is_on_network(place):
             return False
-        _log.debug("%s is not read back: it is on a network filesystem", self._url)
+        _log.debug("ckpt does not read %s back, because it is on a network filesystem", self._url)
         return True
 
     def _is_memory_plentiful(self) -> bool:
@@ -167,7 +169,8 @@ class _Reading:
         size = self._files.size * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         size, room = min(size, manifest.size if manifest is not None else size), spare()
         if size > room:
-            _log.debug("%s is not read back: it has %s, for %s", self._url, format_size(size), format_size(room))
+            sizes = format_size(size), format_size(room)
+            _log.debug("ckpt does not read %s back: it has %s, but only %s of memory are free", self._url, *sizes)
         return size <= room
 
     def _read_all(self) -> None:
@@ -180,7 +183,7 @@ class _Reading:
             self._check_stopped()
             if version is None or version not in self.proven:
                 self._read(record, version, buffer)
-        _log.debug("%s was read back: %s", self._url, format_size(self._files.size))
+        _log.debug("read %s back: %s", self._url, format_size(self._files.size))
 
     def _read(self, record: FileRecord, version: str | None, buffer: memoryview) -> None:
         problem = self._problem(record, buffer)
@@ -434,7 +437,7 @@ class RepairReport:
         is_shared = place is not None and count_names(f"{place}/{files.key(record)}") > 1
         report = cls(storage, files, record, is_shared)
         _log.error(
-            "%s: the disk does not return what was written: %s. Found by reading the checkpoint back after its commit.",
+            "the disk does not return what ckpt wrote to %s: %s. ckpt found this when it read the checkpoint back.",
             report._url, problem.text,
         )  # fmt: skip
         return report
@@ -447,15 +450,15 @@ class RepairReport:
         """Log how the repair has ended."""
         where = f"{self._url}/{self.record.path}"
         if not repair.why:
-            _log.warning("%s was written again, and is intact now. Check the disk.%s", where, self._shared())
+            _log.warning("ckpt wrote %s again, and it is intact now. Check the disk.%s", where, self._shared())
         elif repair.is_unproven:
             _log.warning(
-                "%s was written again, not yet read back: %s. Check the disk, and run `ckpt verify %s`.%s",
+                "ckpt wrote %s again, but has not read it back: %s. Check the disk, and run `ckpt verify %s`.%s",
                 where, repair.why, self._url, self._shared(),
             )  # fmt: skip
         else:
             advice = self._advice(repair, root)
-            _log.error("%s is not repaired: %s. %s%s", where, repair.why, advice, self._shared())
+            _log.error("ckpt could not repair %s: %s. %s%s", where, repair.why, advice, self._shared())
 
     def _shared(self) -> str:
         if not self.is_shared:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import platform
+import signal
+import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,11 +18,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ckpt.errors import CheckpointError, ConfigError, ConflictError, NotDurableError, StorageError, VersionError
+from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import FILE_NAME, LARGEST_SEQUENCE, FileRecord, Manifest
 from ckpt.ranks.consensus import MAIN, Ranks, run_on_all_ranks
 from ckpt.ranks.hosts import Hosts
 from ckpt.root import deletion
-from ckpt.root.catalog import History, Index, Overview, Summary, find
+from ckpt.root.catalog import History, Index, Overview, PastAttempt, Summary, find
 from ckpt.root.folder import ROOT_ITSELF, is_foreign
 from ckpt.root.lock import lock_root
 from ckpt.root.mirror import MirrorWorker
@@ -27,10 +31,12 @@ from ckpt.root.open import parent_instead
 from ckpt.root.retention import Keep
 from ckpt.root.signing import Head, Seal
 from ckpt.root.write_link_commit import Attempt, EarlierFile, UnsureCommits, WrittenFile
-from ckpt.shown import shown
+from ckpt.shown import sentence, shown
 from ckpt.storage import Staging, Storage
 from ckpt.storage.base import LostError
+from ckpt.storage.retry import within
 from ckpt.util.console import format_size, utc_now
+from ckpt.util.threads import OwnerProcess
 from ckpt.version import __version__
 
 if TYPE_CHECKING:
@@ -246,11 +252,11 @@ def refuse_foreign(storage: Storage, name: str, held: HeldRoot | None, present: 
     these files."""
     if held is not None and not held.is_empty and not held.committed and is_foreign(storage, ROOT_ITSELF):
         raise ConfigError(
-            f"{storage.url} was written by Accelerate, and ckpt does not write into it. {parent_instead(storage.url)}"
+            f"Accelerate wrote {storage.url}, and ckpt does not write into it. {parent_instead(storage.url)}"
         )
     if present and is_foreign(storage, name):
         raise ConfigError(
-            f"{storage.url}/{name} was written by Accelerate, and ckpt does not overwrite it. Save under another name."
+            f"Accelerate wrote {storage.url}/{name}, and ckpt does not overwrite it. Save under another name."
         )
 
 
@@ -260,8 +266,8 @@ def version_to_replace(storage: Storage, name: str, known: Manifest | None) -> s
     present = find(storage, name).manifest if version is not None else None
     if present is not None and (known is None or present.id != known.id):
         raise ConflictError(
-            f"{storage.url}/{name} was saved by another run meanwhile, and is kept. Let only one run write there, "
-            "then start this one again: it continues from the newest checkpoint."
+            f"another run has saved {storage.url}/{name} in the meantime, and ckpt keeps it. Let only one run write "
+            "there, then start this one again: it continues from the newest checkpoint."
         )
     return version
 
@@ -296,10 +302,11 @@ def next_sequence(known: int) -> int:
 # What is said of a commit: the line of a save, and the error of one that may not outlive a crash.
 
 
-def saved_line(manifest: Manifest, root: str) -> str:
+def saved_line(manifest: Manifest, label: str, attempt: Attempt) -> str:
+    done = "updated" if attempt.amends else "saved"  # at the end of the epoch
     waited, total = manifest.seconds["blocked"], manifest.seconds["total"]
     times = f"training waited {waited:.2f} s, durable after {total:.2f} s"
-    return f"saved {root}/{manifest.name}: {format_size(manifest.size)}, {times}"
+    return f"{done} {label}: {format_size(manifest.size)}, {times}"
 
 
 def not_durable(manifest: Manifest, root: str, why: NotDurableError) -> NotDurableError:
@@ -360,10 +367,90 @@ class Lineage:
             )
         if lost:
             raise ConfigError(
-                f"{url} has checkpoints that were committed and can't be read, so ckpt saves nothing next to them: "
+                f"{url} has committed checkpoints that ckpt can't read, so ckpt saves nothing next to them: "
                 f"{' '.join(map(str, lost.values()))} Restore one from a backup, move them away, or give this run "
                 "another root."
             )
+
+
+_TO_TELL = 10.0  # seconds: a run that ends does not wait longer to tell the history of a root that is away
+
+
+@dataclass
+class AttemptLog:
+    """What this process tells the history of its root: how far it got, its metrics by step, and how it ended.
+
+    `step`: where training is; 0 if that is gone. `metrics`: the points of all steps so far.
+    """
+
+    step: Callable[[], int]
+    metrics: Callable[[], dict[str, list[tuple[int, float]]]]
+    since: int = 0  # the sequence number of its first checkpoint
+    ended: str = ""
+    reason: str = ""
+    _seconds: dict[str, float] = field(default_factory=lambda: {"ready": 0.0, "waited": 0.0})
+    _first: int = 0
+    _last: int = 0
+    _redone: int = 0
+    _resumed: Mapping[str, Any] = field(default_factory=dict)
+    _id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _began: str = field(default_factory=utc_now)
+    _started: float = field(default_factory=time.monotonic)
+    _owner: OwnerProcess = field(default_factory=OwnerProcess)
+    _stored_in: tuple[History, str] | None = None  # with the run
+
+    def loaded(self, before: int, resumed: Mapping[str, Any]) -> None:
+        """A load is done, or has found nothing. `before`: the step before it."""
+        if before == self._first:  # nothing was trained yet
+            self._first, self._resumed, self._seconds["ready"] = self.step(), resumed, time.monotonic() - self._started
+        else:
+            self._redone += max(0, before - self.step())
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Training waits in this context for a save."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds["waited"] += time.monotonic() - began
+
+    def end(self, error: BaseException | None, told: signal.Signals | None = None) -> None:
+        """The process ends, after this exception if there is one. `told`: by a signal that it has answered."""
+        if told is not None:
+            self.ended, self.reason = "stopped", told.name
+        elif error is None or (isinstance(error, SystemExit) and not error.code):
+            self.ended = "finished"
+        else:
+            self.ended, self.reason = "failed", _short(sentence(f"{type(error).__name__}: {error}".removesuffix(": ")))
+
+    def store(self, history: History, run: str) -> None:
+        """Store it with what is known by now, unless nothing has happened."""
+        self._last = last = self.step() or self._last
+        if last == self._first and not self.since and not (self._resumed and self.ended == "failed"):
+            return
+        self._stored_in = history, run
+        seconds = {**self._seconds, "total": time.monotonic() - self._started}
+        seconds = {name: round(found, 3) for name, found in seconds.items()}
+        steps: dict[str, Any] = {"since": self.since, "first": self._first, "last": last, "redone": self._redone}
+        end: dict[str, Any] = {"ended": self.ended, "reason": self.reason, "resumed": self._resumed}
+        said = PastAttempt(self._id, run, self._began, **steps, **end, seconds=seconds, metrics=self.metrics())
+        history.note(said)
+        history.store(())
+
+    def dropped(self) -> None:
+        """The manager is gone, and was not closed: the program is at its end, or has left it.
+
+        A remote root is not told: a client would need threads, of which the end of a program allows none.
+        """
+        if self._stored_in is not None and not self.ended and self._owner.is_here:
+            history, run = self._stored_in
+            at_end = not threading.main_thread().is_alive() and not hasattr(sys, "ps1")  # in a notebook, it may be old
+            error = getattr(sys, "last_value", None) if at_end else None
+            if history.storage.is_local:
+                self.end(error)
+                self.ended = self.ended if error is not None else "exited"
+                self.store(history, run)
 
 
 @dataclass
@@ -408,6 +495,7 @@ class RootWriter:
     lineage: Lineage = field(default_factory=Lineage)
     links: Links = field(default_factory=Links)
     damaged: set[str] = field(default_factory=set)
+    attempt: AttemptLog | None = None  # on the main rank
     lock: RootLock = field(init=False)
     _unsure: UnsureCommits = field(default_factory=UnsureCommits)
 
@@ -428,8 +516,13 @@ class RootWriter:
         """Lock the root for this run and remove what a crashed run left. Every rank makes this call.
 
         Refused if another run holds it. Without `resumed`, what is there may not have been loaded."""
-        run_on_all_ranks(self.ranks, call, lambda: self.lock.take() if self.owns_root else None)
+        run_on_all_ranks(self.ranks, call, self.hold_here)
         self.lineage.has_resumed |= resumed
+
+    def hold_here(self) -> None:
+        """What `hold` does on this rank. The caller lets all ranks know of its error."""
+        if self.owns_root:
+            self.lock.take()
 
     def follow(
         self, manifest: Manifest, damaged: Iterable[str], tier: int = 0, passed_over: Mapping[str, str] | None = None
@@ -461,17 +554,15 @@ class RootWriter:
         return next((known.name for known in self.lock.committed if known.name not in self.damaged), None)
 
     @contextmanager
-    def taking(self) -> Iterator[None]:
-        """Raise where another run holds the root, or its lock is none: objects would hold what it cannot continue.
+    def taking(self) -> Iterator[Callable[[], None]]:
+        """The function that raises, on the rank that owns the root, where another run holds it or its lock is none:
+        objects would hold what it cannot continue. The caller lets all ranks know of its error.
 
         A remote root stays locked, so that what a load lists there need not be listed again by `hold`. If that is not
-        called in this context, the root is released. Every rank makes this call.
+        called in this context, the root is released.
         """
-
         try:
-            lock = self.lock.take_early
-            run_on_all_ranks(self.ranks, "resume() (root)", lambda: lock() if self.owns_root else None)
-            yield
+            yield lambda: self.lock.take_early() if self.owns_root else None
         finally:
             self.lock.end_early()
 
@@ -492,7 +583,16 @@ class RootWriter:
             has_committed = self.held is not None and self.held.newest is not None
             if has_committed and self.mirror.error is None:  # checkpoints to be copied were kept until now
                 self.retain()
-        self.lock.release()
+        try:
+            with within(_TO_TELL):
+                self.store_attempt()
+        finally:
+            self.lock.release()
+
+    def store_attempt(self) -> None:
+        """Store in the history of the root how far this attempt is, or how it has ended."""
+        if self.held is not None and self.attempt is not None:
+            self.attempt.store(self.held.history, self.lineage.run)
 
     def _in_held_root(self, do: Callable[[], Attempt]) -> Attempt:
         """Call `do` with the root held. If the root or its lock file was removed meanwhile, lock it and call again."""
@@ -512,7 +612,7 @@ class RootWriter:
         left = {manifest.id for manifest in self.lock.committed}
         self.lineage.has_resumed = resumed and left <= known.keys()
         gone = ", ".join(name for key, name in known.items() if key not in left) or "none"
-        _log.warning("%s ckpt created and locked the root again. Checkpoints that are gone: %s.", lost, gone)
+        _log.warning("%s ckpt created and locked the root again. These checkpoints are gone: %s.", lost, gone)
 
     def committed_as(self, name: str) -> Manifest | None:
         """The manifest that was committed under that name; None on a rank that does not own the root."""
@@ -581,7 +681,12 @@ class RootWriter:
 
     @property
     def _highest(self) -> int:
-        return max(self.lineage.sequence, self._newest.sequence if self._newest else 0)
+        remembered = self.head.number if self.head is not None else 0  # or what follows a loss would be refused, too
+        return max(self.lineage.sequence, self._newest.sequence if self._newest else 0, remembered)
+
+    def label(self, name: str) -> str:
+        """A checkpoint in lines of the log: its name, as the root was named when the run began."""
+        return name
 
     def commit(self, attempt: Attempt, stored: list[WrittenFile], facts: Mapping[str, Any]) -> Manifest:
         """Write the manifest, with the next sequence number, and return it."""
@@ -603,7 +708,9 @@ class RootWriter:
         receipts = {record.file.path: record.receipt for record in stored if record.receipt is not None}
         manifest = unsealed if self.seal is None else self.seal.sealed(unsealed)
         self.commit_manifest(attempt, manifest, receipts)
-        _log.log(self.log_level, "%s", saved_line(manifest, self.storage.url))
+        is_news = not attempt.amends or any(file.file.name.endswith(SUFFIX) and not file.linked for file in stored)
+        line = saved_line(manifest, self.label(manifest.name), attempt)
+        _log.log(self.log_level if is_news else logging.DEBUG, "%s", line)
         return manifest
 
     def commit_manifest(self, attempt: Attempt, manifest: Manifest, receipts: Mapping[str, str]) -> None:
@@ -626,6 +733,8 @@ class RootWriter:
             self.head.advance(manifest)
         self.damaged.discard(manifest.name)
         self.lineage.resumed = {}
+        if self.attempt is not None:
+            self.attempt.since = self.attempt.since or manifest.sequence
         if self.mirror is not None:
             self.mirror.enqueue(manifest)
 
@@ -635,9 +744,10 @@ class RootWriter:
             return
         try:
             with self.ranks.working(job_wide=True):  # to remove much takes long, and others may be at the next save
+                self.store_attempt()
                 held.retain(self.keep, self.damaged)
         except StorageError as error:  # the save stands; what could not be removed is tried again after the next save
-            _log.warning("old checkpoints were not removed: %s", error)
+            _log.warning("ckpt could not remove old checkpoints: %s", error)
 
     def abandon(self, name: str, error: Exception) -> None:
         """After a save failed: remove its files, unless it is committed, or may be and cannot be asked about now.
@@ -656,6 +766,9 @@ class ElsewhereWriter(RootWriter):
 
     storage: OneFolder
 
+    def label(self, name: str) -> str:
+        return f"{self.storage.url}/{name}"
+
     def _refuse_unsafe(self, name: str, present: Collection[str]) -> None:
         """A fresh start replaces nothing but what this run has saved there itself."""
         self.lineage.has_resumed |= self._newest is not None and self._newest.run == self.lineage.run
@@ -664,8 +777,14 @@ class ElsewhereWriter(RootWriter):
     def _begin(self, attempt: Attempt, paths: list[str]) -> Attempt:
         older = self.committed_as(attempt.name)
         if older is not None and older.run != self.lineage.run:
-            _log.warning("%s/%s, a checkpoint of another run, is replaced", self.storage.url, attempt.name)
+            _log.warning("ckpt replaces %s/%s, a checkpoint of another run", self.storage.url, attempt.name)
         return super()._begin(attempt, paths)
+
+
+@cache
+def _say_outside(folder: str, root: str) -> None:
+    """Once for a folder: a script may save an epoch's checkpoint there after every epoch."""
+    _log.info("%s is outside %s, so resume() does not find that checkpoint and Keep does not count it", folder, root)
 
 
 def writer_at(folder: str, root: RootWriter) -> ElsewhereWriter:
@@ -673,13 +792,11 @@ def writer_at(folder: str, root: RootWriter) -> ElsewhereWriter:
     if "://" in folder or root.hosts.separate_roots:
         why = "it is no local folder" if "://" in folder else "every host has a root of its own"
         raise ConfigError(
-            f"{folder} is not directly below {root.storage.url}, the root that was attached, and {why}. Give a plain "
-            "name or a folder there, or attach to another root."
+            f"{folder} is not directly below the attached root, {root.storage.url}, and {why}. Give a plain name or a "
+            "folder in that root, or attach to another root."
         )
     if root.ranks.rank == MAIN:
-        _log.info(
-            "%s is outside %s: resume() does not look there, and Keep does not count it", folder, root.storage.url
-        )
+        _say_outside(folder.rpartition("/")[0], root.storage.url)
     from ckpt.storage.local.storage import OneFolder  # a run that saves into its root alone needs none of it
 
     return ElsewhereWriter(

@@ -6,8 +6,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -33,18 +33,20 @@ _REMEMBERED = 100  # checkpoints that may still be on their way to the mirror
 
 @dataclass(frozen=True)
 class SaveReport:
-    """A report of a committed checkpoint.
+    """Describes a committed checkpoint.
 
     Attributes:
         name: The checkpoint's name.
-        url: Its URL or path.
-        step: The step at which it was saved.
+        url: The checkpoint's URL or path.
+        step: The step at which ckpt saved it.
         size: Bytes of all its files.
-        linked: Bytes of files that an earlier checkpoint already has, stored once.
-        blocked: Seconds that training waited for it.
-        durable: Seconds from the call until it was committed and durable.
+        linked: Bytes of files that an earlier checkpoint already has, so that ckpt stores them only once.
+        blocked: Seconds that training waited for the save.
+        durable: Seconds from the call until the checkpoint was committed and durable.
         mirrored: True once the mirror has it (in a second report); None without a mirror.
         metrics: The checkpoint's metrics.
+        slowest_rank: The rank that took longest to write its files: every save waits for it.
+        slowest: The seconds that this rank took.
     """
 
     name: str
@@ -56,13 +58,17 @@ class SaveReport:
     durable: float
     mirrored: bool | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    slowest_rank: int = MAIN
+    slowest: float = 0.0
 
     @classmethod
-    def of(cls, manifest: Manifest, root: str, linked: int, mirrored: bool | None) -> SaveReport:
+    def of(
+        cls, manifest: Manifest, root: str, linked: int, mirrored: bool | None, slowest: tuple[int, float]
+    ) -> SaveReport:
         blocked, durable = (manifest.seconds.get(key, 0.0) for key in ("blocked", "total"))
         return cls(
             manifest.name, f"{root}/{manifest.name}", manifest.step, manifest.size, linked, blocked, durable,
-            mirrored, dict(manifest.metrics),
+            mirrored, dict(manifest.metrics), *slowest,
         )  # fmt: skip
 
 
@@ -101,7 +107,13 @@ class SaveReports:
                 try:
                     callback(report)
                 except Exception as error:
-                    _log.warning("on_save: %s failed at %s: %s: %s", callback, report.name, type(error).__name__, error)
+                    _log.warning(
+                        "the on_save callback %s failed for %s: %s: %s",
+                        callback,
+                        report.name,
+                        type(error).__name__,
+                        error,
+                    )
 
 
 # Saves in the background: one is being written, and at most one waits for its turn.
@@ -124,6 +136,7 @@ class SaveQueue:
         self._is_running = False
         self._waiting: QueuedSave | None = None
         self._earlier: BaseException | None = None  # an error that nobody has been told yet
+        self.is_awaited = False  # training waits for the save under way
 
     @property
     def busy(self) -> bool:
@@ -136,7 +149,8 @@ class SaveQueue:
         If the one before has failed, that is raised, and this one is not begun.
         """
         with self._turn:
-            self._turn.wait_for(lambda: self._waiting is None)
+            with self._awaited():
+                self._turn.wait_for(lambda: self._waiting is None)
             self._put(save)
 
     def withdraw(self) -> QueuedSave | None:
@@ -155,14 +169,23 @@ class SaveQueue:
             self._put(save)
 
     def wait(self) -> None:
-        """Until no save is under way. Raises the error of a failed one, once."""
-        self._worker.wait()
+        """Wait until no save is under way. Raises the error of a failed save, once."""
+        with self._awaited():
+            self._worker.wait()
         self._raise_earlier()
 
     def check(self) -> None:
         """Raise the error of a failed save, if none is under way. Does not wait."""
         self._worker.check()
         self._raise_earlier()
+
+    @contextmanager
+    def _awaited(self) -> Iterator[None]:
+        self.is_awaited = True
+        try:
+            yield
+        finally:
+            self.is_awaited = False
 
     def _raise_earlier(self) -> None:
         error, self._earlier = self._earlier, None
@@ -235,7 +258,7 @@ class Saver:
         """Whether a save is under way on any rank, so that the save of this name is skipped. The same on every rank."""
         found = decide_together(self.root.ranks, f"save_state({name!r})", Result(self.busy), any)
         if found and self.root.ranks.rank == MAIN:
-            _log.info("%s is not saved: the save before it is still being written", name)
+            _log.info("ckpt skips %s, because it is still writing the previous save", name)
         return found
 
     def prefault(self, tensors: Callable[[], Iterable[torch.Tensor]], *, for_devices_only: bool) -> None:
@@ -294,6 +317,8 @@ class Saver:
         if not self.busy:
             self._release_written()
         save = SaveTransaction(root, self.snapshots, self._channel, self.compared, request)
+        queue = self._queue
+        save.is_awaited = lambda: queue.is_awaited
         with gc_paused():
             save.capture()
             save.take_snapshot(wanted=snapshot)
@@ -321,7 +346,7 @@ class Saver:
         """At level WARNING the first time: a program that saves so often replaces many. `close` says how many."""
         if self.root.ranks.rank == MAIN:
             level = logging.INFO if self._replaced else logging.WARNING
-            text = "%s is not saved: %s takes its place, as checkpoints come faster than they are written"
+            text = "ckpt skips %s and saves %s instead, because it can't write checkpoints as fast as they come"
             _log.log(level, text, replaced, name)
         self._replaced += 1
 
@@ -345,7 +370,7 @@ class Saver:
             written.release()
 
     def wait(self) -> None:
-        """Until no save is under way, and all are durable. If a save failed, raises its error, each only once."""
+        """Wait until no save is under way, and all are durable. Raises the error of a failed save, once."""
         self.owner.require("wait()")
         try:
             self._queue.wait()
@@ -373,15 +398,15 @@ class Saver:
         self.has_news = True
 
     def close(self) -> None:
-        """Release snapshot memory and the root, when all copies to the mirror are made.
+        """Finish the copies to the mirror, then release snapshot memory and the root.
 
-        If waiting for a save was interrupted, that save is still under way and keeps both. In a forked child nothing is
-        released: all of it is the parent's.
+        If you interrupted the wait for a save, that save is still under way, so nothing is released. A forked child
+        releases nothing, because everything belongs to the parent.
         """
         if self.busy or not self.owner.is_here:
             return
         if self._replaced > 1 and self.root.ranks.rank == MAIN:
-            _log.warning("%d saves were replaced by later ones before they were written", self._replaced)
+            _log.warning("ckpt skipped %d saves, because newer ones came before it could write them", self._replaced)
         self._release_written()
         self.snapshots.close()
         self.root.close()
@@ -399,11 +424,18 @@ class Saver:
             self._written = save.snapshot
             if save.snapshot is not None and not save.snapshot.in_host_memory:
                 self._release_written()
-        self._report(save)
+        if save.is_saved:
+            self._report(save)
         if save.root is not self.root:
             save.root.close()
             return
+        if not save.is_saved:
+            return
+        before = [summary.name for summary in self.root.lock.committed]
         self.root.retain()
+        kept = {summary.name for summary in self.root.lock.committed}
+        removed = [name for name in before if name not in kept]
+        save.trace(f"kept {len(kept)} checkpoints" + (f", removed {', '.join(removed)}" if removed else ""))
         self.read_back.start(_committed(save))
 
     def _report(self, save: SaveTransaction) -> None:
@@ -411,7 +443,8 @@ class Saver:
         manifest = root.committed_as(save.request.name) if root.ranks.rank == MAIN else None
         if manifest is not None:
             mirrored = None if root.mirror is None else False
-            self.reports.add(manifest.id, SaveReport.of(manifest, root.storage.url, save.linked, mirrored))
+            report = SaveReport.of(manifest, root.storage.url, save.linked, mirrored, save.slowest)
+            self.reports.add(manifest.id, report)
 
     def _after_failure(self, root: RootWriter, name: str, error: Exception) -> None:
         root.abandon(name, error)

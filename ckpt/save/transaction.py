@@ -9,15 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from ckpt.errors import FullError, RanksError, StorageError
+from ckpt.formats.layout import Members
 from ckpt.formats.native.documents import rank_document
 from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.formats.tensors import FilePlan
-from ckpt.ranks.consensus import MAIN, Other, Ranks, Result, Value, decide_together, first_of_each
+from ckpt.ranks.consensus import MAIN, Other, Ranks, Result, Value, decide_together
 from ckpt.ranks.store_and_heartbeats import format_ranks
 from ckpt.root import deletion
 from ckpt.root.catalog import Summary
@@ -27,10 +29,10 @@ from ckpt.save.rank_description import RankDescription, SplitDetails, join_detai
 from ckpt.save.rank_differences import Verdict, judge, refuse_to_mix
 from ckpt.save.root_writer import HeldRoot, RootWriter
 from ckpt.save.snapshot.snapshots import Snapshot, Snapshots
-from ckpt.save.snapshot.tensor_copies import TensorCopies
+from ckpt.save.snapshot.tensor_copies import Leaves, TensorCopies
 from ckpt.storage.local.storage import LocalStorage
 from ckpt.util.checked_json import joined
-from ckpt.util.console import format_size
+from ckpt.util.console import format_size, progress_bar
 from ckpt.util.filesystem import filesystem_type
 from ckpt.util.threads import gc_paused
 
@@ -59,7 +61,7 @@ def make_room(root: RootWriter, name: str, facts: Mapping[str, Any], size: int) 
     elif filesystem_type(storage.place) not in _COMPRESSING:
         more = f", and {format_size(freed)} in checkpoints that Keep would remove" if freed else ""
         raise FullError(
-            f"{storage.url}/{name} takes {format_size(size)}, and {format_size(free)} are free there{more}. "
+            f"{storage.url}/{name} needs {format_size(size)}, but only {format_size(free)} are free there{more}. "
             "Nothing was written or removed. Free some space, or keep fewer checkpoints: keep=ckpt.Keep(last=...)."
         )
 
@@ -105,7 +107,7 @@ def _remove(held: HeldRoot, storage: LocalStorage, oldest_first: list[Summary], 
             break
         if not deletion.remove_or_explain(storage, summary):
             held.discard(summary.name)
-            _log.info("%s/%s was removed: %s, which is written next, needs the room", storage.url, summary.name, name)
+            _log.info("removed %s/%s to make room for %s", storage.url, summary.name, name)
 
 
 # The reports of all ranks on the files that they have written, joined on the main rank.
@@ -124,10 +126,28 @@ def merge_reports(reports: list[list[dict[str, Any]]]) -> list[WrittenFile]:
     if other:
         named = joined([f"{name} on rank {rank}" for name, rank in other.items()])
         raise RanksError(
-            f"these files differ from the main rank's: {named}. Hosts with roots of their own keep a copy each of what "
-            "is not sharded over ranks, so it must be the same on all of them. Make it the same, or use a shared root."
+            f"some hosts hold other files than the main rank: {named}. With separate roots, each host saves a copy of "
+            "everything that is not sharded, and all copies must be equal. Make that state equal, or use a shared root."
         )
     return list(stored.values())
+
+
+_MUCH = 10.0  # seconds that a rank takes longer than most others, and three times as long, before the log names it
+
+
+def name_straggler(name: str, seconds: list[float], members: Members) -> tuple[int, float]:
+    """The rank that took longest to write its files, by its number in the job, and its seconds.
+
+    If that is much longer than most ranks took, one warning names it: a slow disk or host holds up every save."""
+    slowest = max(range(len(seconds)), key=seconds.__getitem__)
+    number, usual = slowest if members is None else members[slowest], median(seconds)
+    if seconds[slowest] > max(3 * usual, usual + _MUCH):
+        _log.warning(
+            "%s: rank %d took %.1f s to write its files, but half of all %d ranks took at most %.1f s. Every save "
+            "waits for the slowest rank: look at its disk, its network and what else runs on its host.",
+            name, number, seconds[slowest], len(seconds), usual,
+        )  # fmt: skip
+    return number, seconds[slowest]
 
 
 MAIN_WRITES = 64  # ranks whose documents the main rank writes; of more ranks, each writes its own
@@ -141,6 +161,7 @@ class SaveRequest:
     capture: Callable[[], LiveState]
     facts: Mapping[str, Any]  # of the manifest: progress and metrics
     check_room: bool = False  # on the disk of the root, before anything is written
+    amends: bool = False  # the checkpoint of this name, if anything has changed since it was saved
 
 
 @dataclass
@@ -161,7 +182,10 @@ class SaveTransaction:
     documents: list[FilePlan] = field(default_factory=list)  # all that are JSON, on the main rank
     written: list[FileRecord] = field(default_factory=list)
     linked: int = 0  # bytes of files that were there already, of all ranks, on the main one
+    slowest: tuple[int, float] = (MAIN, 0.0)  # the rank that took longest to write, and its seconds, on the main one
     attended: bool = False  # training waits for it, so that live tensors are still those that were captured
+    is_awaited: Callable[[], bool] = bool  # or whether training has begun to wait since
+    is_saved: bool = True  # False: nothing had changed, so that the checkpoint which it was to amend is as it was
     number: int = 0  # in the sequence of all that the run captures, for its root and for memory
     _live: Result[LiveState] = field(default_factory=Result)
     _description: RankDescription | None = None
@@ -186,16 +210,31 @@ class SaveTransaction:
 
         If copies of all tensors can be made at once, the snapshot is taken from them when the save is run.
         """
-        if wanted:
+        label = f"copying {self.root.label(self.request.name)}"
+        with progress_bar(label, None, show=self.root.ranks.rank == MAIN):
+            self._copy(wanted=wanted)
+        if self.detached:
+            self.blocked = time.monotonic() - self.started
+            self.trace("copied; training continues")
+
+    def _copy(self, *, wanted: bool) -> None:
+        if wanted or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # it hashes copies: the host need not
             self._live = prepared = self._live.then(lambda live: live.prepared())
-            copied = prepared.then(lambda live: self.snapshots.copy(live.leaves))
+            copied = prepared.then(lambda live: self._copied(live.leaves, wanted=wanted))
             self.copies = copied.value
             self._live = prepared if copied.error is None else Result(error=copied.error)
         if self.copies is None:
             self.captured = self._live.then(lambda state: state.encode())
             self._take_encoded(wanted=wanted)
-        if self.detached:
-            self.blocked = time.monotonic() - self.started
+
+    def trace(self, done: str) -> None:
+        """Log at level DEBUG what is done, and how long after the call: the last line says where a save hangs."""
+        if self.root.ranks.rank == MAIN:
+            seconds = time.monotonic() - self.started
+            _log.debug("%s +%.3f s: %s", self.root.label(self.request.name), seconds, done)
+
+    def _copied(self, leaves: Leaves | None, *, wanted: bool) -> TensorCopies | None:
+        return self.snapshots.copy(leaves) if leaves is not None and (wanted or leaves.on_device) else None
 
     def _take_encoded(self, *, wanted: bool) -> None:
         captured = self.captured.value
@@ -207,7 +246,8 @@ class SaveTransaction:
 
     def _take_from_copies(self, copies: TensorCopies) -> None:
         """Encode the state with the copies in place of live tensors, and take the snapshot from them."""
-        copies.let_training_go_ahead()
+        if not self.attended:
+            copies.let_training_go_ahead()
         with gc_paused():
             with self.snapshots.beside_training(copies):
                 self.captured = encoded = self._live.then(lambda live: live.encode(copies))
@@ -229,16 +269,23 @@ class SaveTransaction:
             self.copies.release()
 
     def run(self) -> None:
-        """Write and commit what was captured."""
+        """Write and commit the captured state."""
         copies, self.copies = self.copies, None
         if copies is not None:
             self._take_from_copies(copies)
-        plan = self._agree(self.captured.then(self._proposal), self._plan)
+        plan = None
+        if not self.compared.differed:
+            plan = self._agree(self.captured.then(self._proposal), self._plan)
         if plan is None:
             plan = self._save_differences()
         begun = self._begun(Attempt(**plan["attempt"]), plan)
         written = Result.capture(lambda: self._write(begun, plan["unread"]))
         done = self._agree(written, lambda files: self._commit(begun, files), " (files written)")
+        self.is_saved = done["is_saved"]
+        if not self.is_saved:
+            if self.root.owns_root:  # what was written in vain, and the marker
+                deletion.clean_up_failed(self.root.storage, begun.name)
+            return
         if self._owns_another_root:
             self._commit_here(begun, Manifest.from_bytes(done["manifest"].encode(), self.request.name))
         self.root.advance(self.request.name, done["id"], self.written)
@@ -269,7 +316,7 @@ class SaveTransaction:
         try:
             self.root.commit_manifest(attempt, manifest, {})
         except StorageError as error:
-            _log.warning("%s was committed, but its manifest could not be written here: %s", manifest.name, error)
+            _log.warning("%s is committed, but ckpt could not write its manifest here: %s", manifest.name, error)
 
     @property
     def _snapshot_files(self) -> Mapping[str, FilePlan]:
@@ -282,17 +329,18 @@ class SaveTransaction:
 
     def _save_differences(self) -> dict[str, Any]:
         """The ranks hold different state: each saves what is its own, or all refuse, before anything is written."""
-        captured = self.captured.get()
-        mine = Result.capture(lambda: SplitDetails.of(self._described(captured).details))
+        mine = self.captured.then(lambda captured: SplitDetails.of(self._described(captured).details))
         judged: list[Verdict] = []  # on the main rank
 
         def decide(answers: list[dict[str, Any]]) -> dict[str, Any]:
             judged.append(judge(join_details(answers)))
             return judged[0].to_json()
 
-        frames = self._agree(mine.then(lambda split: split.digest), first_of_each, " (descriptions)")
-        said = mine.then(lambda split: split.answer(speaks=captured.rank in frames, attended=self.attended))
+        said = mine.then(
+            lambda split: split.answer(speaks=self.channel.speaks_for(split.digest), attended=self.attended)
+        )
         verdict = self._agree(said, decide, " (state compared)")
+        captured, self.compared.differed = self.captured.get(), True
         if verdict["doubted"]:
             self.compared.distrust()
             if verdict["attended"]:
@@ -322,7 +370,8 @@ class SaveTransaction:
         self.compared.reported.update(new)
         if new and self.root.ranks.rank == MAIN:
             _log.warning(
-                "%sranks hold different state, and each keeps its own: %s. It is restored exactly only on %d ranks.",
+                "%sranks hold different state, so ckpt saves each rank's own: %s. Only a job of %d ranks can "
+                "restore that state exactly.",
                 "" if self.compared.trusted else "replicas that should be equal have drifted apart: ",
                 "; ".join(_described(key, differs[key]) for key in new),
                 self.root.ranks.world_size,
@@ -356,13 +405,15 @@ class SaveTransaction:
         present = {path for proposal in proposals for path in proposal["present"]}
         make_room(self.root, self.request.name, self.request.facts, sum(proposal["size"] for proposal in proposals))
         attempt = self.root.begin(self.request.name, paths, present, self.number)
+        attempt = replace(attempt, amends=self.request.amends and bool(attempt.replaces))
+        self.trace(f"agreed on {len(paths)} files" + (f" of {len(proposals)} ranks" if len(proposals) > 1 else ""))
         plan: dict[str, Any] = {"attempt": asdict(attempt), "unread": self.root.unread_newest}
         if self.root.hosts.separate_roots:
             documents = {file.path: b"".join(file.pieces()).decode() for file in self.documents}
             plan |= {"paths": paths, "documents": documents}
         return plan
 
-    def _write(self, attempt: Attempt, unread: str | None) -> list[dict[str, Any]]:
+    def _write(self, attempt: Attempt, unread: str | None) -> dict[str, Any]:
         captured = self.captured.get()
         if unread is not None and any(file.likely_unchanged for file in captured.files):
             self.root.links.follow_unread(self.root.storage, unread)
@@ -372,18 +423,32 @@ class SaveTransaction:
         live = [*captured.files, *(self.documents if captured.writes_common else self._own_documents)]
         files = [*(self._snapshot_files.get(file.path, file) for file in live), *captured.diverged_files]
         began = time.monotonic()
-        stored = attempt.write(self.root.storage, files, self.root.links.files, show=captured.rank == MAIN)
+        stored = attempt.write(self.root.storage, files, self.root.links.files, show=self._shows)
         self.seconds["copied"] = self.copied_at - self.started
         self.seconds["written"] = time.monotonic() - began
         self.written = [entry.file for entry in stored]
-        return [asdict(entry) for entry in stored]
+        wrote, linked = ([entry.file.size for entry in stored if entry.linked is linked] for linked in (False, True))
+        self.trace(f"wrote {_files(wrote)}" + (f", linked {_files(linked)}" if linked else ""))
+        return {"files": [asdict(entry) for entry in stored], "seconds": self.seconds["written"]}
+
+    def _shows(self) -> bool:
+        """Whether a progress bar is drawn: not beside training, which may have bars of its own."""
+        return self.root.ranks.rank == MAIN and (self.attended or self.is_awaited())
 
     def _blocked_of(self, total: float) -> float:
         return total if self.attended or self.blocked is None else self.blocked
 
-    def _commit(self, attempt: Attempt, reports: list[list[dict[str, Any]]]) -> dict[str, str]:
-        stored = merge_reports(reports)
+    def _commit(self, attempt: Attempt, reports: list[dict[str, Any]]) -> dict[str, Any]:
+        stored = merge_reports([report["files"] for report in reports])
+        older = self.root.committed_as(attempt.name) if attempt.amends else None
+        if older is not None and _has_all_of(older, stored, self.request.facts):
+            return {"id": older.id, "is_saved": False}
+        seconds = [report["seconds"] for report in reports]
+        self.slowest = name_straggler(self.request.name, seconds, self.root.ranks.members)
         self.linked = sum(entry.file.size for entry in stored if entry.linked)
+        number, longest = self.slowest
+        last = f" by rank {number}, the slowest, in {longest:.2f} s" if len(seconds) > 1 else ""
+        self.trace(f"all files are written{last}; committing")
         total = time.monotonic() - self.started
         facts = {
             **self.request.facts,
@@ -391,7 +456,17 @@ class SaveTransaction:
             "seconds": {"blocked": self._blocked_of(total), **self.seconds, "total": total},
         }
         manifest = self.root.commit(attempt, stored, facts)
-        return {"id": manifest.id, "manifest": manifest.to_bytes().decode() if self.root.hosts.separate_roots else ""}
+        text = manifest.to_bytes().decode() if self.root.hosts.separate_roots else ""
+        return {"id": manifest.id, "is_saved": True, "manifest": text}
+
+
+def _has_all_of(older: Manifest, stored: list[WrittenFile], facts: Mapping[str, Any]) -> bool:
+    same = {file.name: file.blocks for file in older.files} == {each.file.name: each.file.blocks for each in stored}
+    return same and (older.progress, older.metrics) == (facts["progress"], facts["metrics"])
+
+
+def _files(sizes: list[int]) -> str:
+    return f"{len(sizes)} files ({format_size(sum(sizes))})"
 
 
 def _settled(captured: CapturedState) -> CapturedState:

@@ -69,7 +69,7 @@ class AcceleratorObjects:
             return Keep(last=limit)
         if self.accelerator.is_main_process:
             _log.warning(
-                "total_limit=%d removes nothing, as with Accelerate itself: it needs automatic_checkpoint_naming=True. "
+                "total_limit=%d has no effect, in Accelerate itself too, without automatic_checkpoint_naming=True. "
                 "To remove old checkpoints whatever their names, give keep=ckpt.Keep(last=%d).",
                 limit, limit,
             )  # fmt: skip
@@ -181,8 +181,8 @@ class AcceleratorObjects:
         found = self.find()
         if not (found.models or found.optimizers or found.others or found.custom or self.loaders()):
             raise StateError(
-                f"this accelerator has nothing prepared, so there is nothing to {what}. First call "
-                "accelerator.prepare(model, optimizer, ...), on the accelerator that was given to ckpt."
+                f"this accelerator has prepared nothing that ckpt could {what}. First call accelerator.prepare(model, "
+                "optimizer, ...) on the accelerator that you gave to ckpt."
             )
 
     def _refuse_gone(self, found: Mapping[str, Any]) -> None:
@@ -191,9 +191,9 @@ class AcceleratorObjects:
         gone = [f"{key} (a {type(value).__name__})" for id_, (key, value) in self._seen.items() if id_ not in now]
         if gone:
             raise StateError(
-                f"{', '.join(gone)} left the accelerator after ckpt was attached: accelerator.free_memory() or "
-                "clear() was called. Prepare what the next training needs, then attach again or build a new "
-                "StateManager."
+                f"the accelerator has dropped {', '.join(gone)} since you attached ckpt, because your script called "
+                "accelerator.free_memory() or clear(). Prepare what the next training needs, then attach again or "
+                "build a new StateManager."
             )
         self._seen = {id(value): (key, value) for key, value in found.items()}
 
@@ -202,18 +202,18 @@ def _refuse_unseen(accelerator: Any) -> None:
     missing = unseen(accelerator)
     if missing:
         raise UnsupportedError(
-            f"this release of Accelerate has no Accelerator.{', '.join(missing)}: ckpt can't see everything that the "
-            f"accelerator has prepared, and a checkpoint would lack it. Pass the objects themselves, without "
-            f"accelerator=: StateManager(root, model=model, optimizer=optimizer, ...)."
+            f"this release of Accelerate has no Accelerator.{', '.join(missing)}, so ckpt can't see everything that "
+            "the accelerator has prepared, and checkpoints would lack it. Pass the objects themselves instead of "
+            "accelerator=: StateManager(root, model=model, optimizer=optimizer, ...)."
         )
 
 
 def _refuse_megatron(accelerator: Any) -> None:
     if accelerator.distributed_type.value == "MEGATRON_LM":
         raise UnsupportedError(
-            "Megatron-LM keeps the state of model and optimizer to itself and writes it as pickles, which ckpt neither "
-            "writes nor executes. Use the FSDP plugin (sharded), DeepSpeed or DDP with ckpt, or save with "
-            "accelerator.save_state() unattached."
+            "ckpt can't save Megatron-LM, which writes the state of model and optimizer itself, as pickles. Use the "
+            "FSDP plugin (sharded), DeepSpeed or DDP with ckpt, or save with accelerator.save_state() without "
+            "attaching ckpt."
         )
 
 

@@ -127,7 +127,7 @@ def about_to_change(wrapper: Wrapper) -> bool:
     rebuilds = wrapper.static_graph or not wrapper.find_unused_parameters
     if not rebuilds or has_rebuilt(wrapper) or _restored.get(wrapper) == buckets_of(wrapper):
         return False
-    return any(wrapper.reducer.get_backward_stats())
+    return any(wrapper.reducer.get_backward_stats())  # not zero after a backward pass
 
 
 def saved_buckets(wrapper: Wrapper, saved: Any) -> Buckets | None:
@@ -155,7 +155,7 @@ def restore_buckets(wrapper: Wrapper, buckets: Buckets) -> bool:
     """Give a wrapper these buckets, with its hooks. Waits for no other rank. Returns whether it has them."""
     if buckets_of(wrapper) != buckets:
         torch_ddp.lay_out(wrapper, buckets.layout)
-        _known.pop(wrapper, None)
+        _known.pop(wrapper, None)  # which knows reducers by their id: the new one may have got that of the old one
     _restored[wrapper] = buckets
     return buckets_of(wrapper) == buckets
 
@@ -355,7 +355,7 @@ def _lay_out(name: str, wrapper: Wrapper, buckets: Buckets, notes: Notes) -> Non
         notes.approximated[f"{HOOKS}.{name}.buckets"] = f"this DDP takes no buckets ({reason(error)}): {_OTHER_SUMS}"
         return
     if not is_done:  # not to be named and passed over: ranks that sum in different buckets would wait for each other
-        raise RuntimeError("DistributedDataParallel of this torch does not take the buckets that were saved.")
+        raise RuntimeError("DistributedDataParallel of this PyTorch release does not accept the saved buckets.")
 
 
 def _set_state(state: Any, saved: Any, wrapper: Wrapper) -> None:
@@ -433,7 +433,7 @@ def _power_sgd_misfit(state: Any, hook: Any, saved: Any, number: int) -> str | N
 
 def _restore_power_sgd(state: Any, saved: Mapping[str, Any], wrapper: Wrapper) -> None:
     """Set the state of a hook. The wrapper has the buckets that it was saved with."""
-    with damage_reported("what was saved of a communication hook", "state of PowerSGD"):
+    with damage_reported("the saved state of a communication hook", "PowerSGD state"):
         rng.check_one(state.rng, saved["rng"])
         counters = {name: int(saved["counters"][name]) for name in _COUNTERS}
     rng.restore_one(state.rng, saved["rng"])
@@ -459,8 +459,8 @@ def _watch(state: Any, wrapper: Wrapper, buckets: Buckets) -> None:
             for name in _TENSORS:
                 getattr(state, name).clear()
             _log.warning(
-                "PowerSGD starts its error feedback over: gradients arrived in another order than in the run that "
-                "was saved, and DDP has laid out other buckets."
+                "PowerSGD starts its error feedback over, because DDP has laid out other buckets than in the saved "
+                "run: gradients arrived in another order."
             )
 
     handle = wrapper.register_forward_hook(check)

@@ -62,13 +62,13 @@ def refuse_bare(key: str, model: nn.Module) -> None:
     utilities = sys.modules.get("deepspeed.utils")
     if utilities is not None and not hasattr(utilities, _MASTER):
         _log.warning(
-            "this DeepSpeed has no deepspeed.utils.%s: a model that is given without its engine is not refused, and "
-            "loads no master weights.", _MASTER,
+            "this DeepSpeed has no deepspeed.utils.%s, so ckpt can't tell if you pass a model without its engine; "
+            "such a model would load no master weights.", _MASTER,
         )  # fmt: skip
     if any(is_partitioned(parameter) or hasattr(parameter, _MASTER) for parameter in model.parameters()):
         raise ConfigError(
-            f"{key} is trained by a DeepSpeed engine, which keeps its own copy of the weights. Give the engine "
-            f"itself: what deepspeed.initialize() or accelerator.prepare() has returned."
+            f"a DeepSpeed engine trains {key}, and keeps its own copy of the weights. Give the engine itself: what "
+            "deepspeed.initialize() or accelerator.prepare() returned."
         )
 
 
@@ -76,8 +76,8 @@ def refuse_some_ranks(keys: Collection[str], members: tuple[int, ...]) -> None:
     """Refuse engines for a manager of some ranks: their partitions are those of all ranks of the job."""
     if keys:
         raise UnsupportedError(
-            f"{', '.join(sorted(keys))}: DeepSpeed divides its state over all ranks of the job, and this manager has "
-            f"{len(members)} of them. Leave out process_group= and alone=, and build the manager on every rank."
+            f"{', '.join(sorted(keys))}: DeepSpeed divides its state over all ranks of the job, but this manager has "
+            f"only {len(members)} of them. Leave out process_group= and alone=, and build the manager on every rank."
         )
 
 
@@ -90,15 +90,15 @@ def _refuse_unfit(key: str, engine: Any) -> None:
     found = list(_obstacles(engine))
     if found:
         raise UnsupportedError(
-            f"{key}: ckpt keeps DeepSpeed with ZeRO 0 to 3, also offloaded to the CPU. It does not keep "
-            f"{', nor '.join(found)}. Train without, or save with DeepSpeed's own save_checkpoint()."
+            f"{key}: ckpt can't save DeepSpeed with {' or '.join(found)}. ckpt supports ZeRO 0 to 3, also "
+            "with offload to the CPU. For anything else, use DeepSpeed's own save_checkpoint()."
         )
 
 
 def _obstacles(engine: Any) -> Iterator[str]:
     kind, offloaded = _kind(engine), (engine.zero_offload_optimizer(), engine.zero_offload_param())
     if not isinstance(engine.optimizer, Optimizer) and kind not in (*_PARTITIONED, *_WHOLE, *_NONE):
-        yield f"its {kind}"
+        yield f"the optimizer {kind}"
     if engine.pipeline_parallelism:
         yield "pipeline parallelism"
     if engine.has_moe_layers:
@@ -143,7 +143,9 @@ class EngineModelPart(ModelPart):
     def _marks(self) -> Unmarked:
         marks = super()._marks()
         if marks:
-            raise UnsupportedError(f"{self.key}: ckpt.mark_sharded goes with fully_shard, not FSDP 1 or DeepSpeed.")
+            raise UnsupportedError(
+                f"{self.key}: ckpt.mark_sharded works with fully_shard, but not with FSDP 1 or DeepSpeed."
+            )
         return marks
 
     def is_sharded(self) -> bool:
@@ -193,8 +195,8 @@ class EnginePart(UnshardedPart):
     def check(self, saved: Mapping[str, Any]) -> dict[str, str]:
         if in_window(self.engine):
             raise StateError(
-                f"{self.key}: the engine holds gradients of an accumulation window, which would mix with what is "
-                "loaded. Load when a window is done, or into a new engine."
+                f"{self.key}: the engine is in the middle of an accumulation window, and its gradients would mix with "
+                "the loaded state. Load at the end of a window, or into a new engine."
             )
         parts = self._parts().items()
         missing = [name for name, value in parts if value is not None and saved[name] is None]
@@ -301,8 +303,8 @@ class PartitionsPart(UnshardedPart):
         if strict:
             raise MismatchError(
                 f"the checkpoint has no partitions of DeepSpeed's optimizer for these ranks: {why}. Nothing was "
-                "changed. Start as many processes as saved it, with the same configuration; or use strict=False, which "
-                "restores the model's weights and the counters, and lets the optimizer start over.",
+                "changed. Start as many processes as saved the checkpoint, with the same configuration. Or use "
+                "strict=False, which restores the model's weights and the counters, while the optimizer starts over.",
                 (self.key,),
             )
         notes.skipped[self.key] = f"{why}: the optimizer begins anew, from the model's weights"

@@ -147,7 +147,7 @@ class SavedPartitionsPart(UnshardedPart):
     can_be_sharded: bool = False
 
     def capture(self) -> Any:
-        raise NotImplementedError("it is loaded only")
+        raise NotImplementedError("ckpt only loads these partitions, and never saves them")
 
     def check(self, saved: Any) -> dict[str, str]:
         problem = self.regrouping.problem(saved)

@@ -32,7 +32,9 @@ class Fsdp1ModelPart(ModelPart):
     def _marks(self) -> Unmarked:
         marks = super()._marks()
         if marks:
-            raise UnsupportedError(f"{self.key}: ckpt.mark_sharded goes with fully_shard, not FSDP 1 or DeepSpeed.")
+            raise UnsupportedError(
+                f"{self.key}: ckpt.mark_sharded works with fully_shard, but not with FSDP 1 or DeepSpeed."
+            )
         return marks
 
     def is_sharded(self) -> bool:
@@ -59,7 +61,9 @@ class Fsdp1OptimizerPart(OptimizerPart):
     @property
     def _single(self) -> torch.optim.Optimizer:
         if is_joined(self.optimizer):
-            raise UnsupportedError(f"{self.key}=ckpt.Joined(...): FSDP 1 has one optimizer. Use fully_shard.")
+            raise UnsupportedError(
+                f"{self.key}=ckpt.Joined(...): under FSDP 1 there can be only one optimizer. Use fully_shard."
+            )
         optimizer: Any = self.optimizer
         single: torch.optim.Optimizer = optimizer
         return single
@@ -160,8 +164,8 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         if 0 in torch.distributed.get_process_group_ranks(_group(model)):
             raise
         raise UnsupportedError(  # it broadcasts from rank 0
-            "PyTorch gives this state of an optimizer under FSDP 1 only to a process group that has rank 0 of the job, "
-            f"and this one has not ({error}). Use FSDP 2 (fully_shard), or use_orig_params=True."
+            "under FSDP 1, PyTorch gives this state of an optimizer only to a process group with rank 0 of the job, "
+            f"and this group lacks that rank ({error}). Use FSDP 2 (fully_shard), or use_orig_params=True."
         ) from error
     if not stepped:  # the call has initialised it
         optimizer.state.clear()

@@ -26,8 +26,8 @@ class JoinedState:
         first, *others = [item.state_dict() for item in self.objects]
         if any(other != first for other in others):
             raise UnsupportedError(
-                f"{len(self.objects)} objects of class {type(self.objects[0]).__name__} are joined, and their states "
-                "differ. Give them as a list instead of ckpt.Joined."
+                f"ckpt.Joined can't join {len(self.objects)} objects of class {type(self.objects[0]).__name__}, "
+                "because their states differ. Give the objects as a list instead."
             )
         return first
 
@@ -37,28 +37,28 @@ class JoinedState:
 
 
 class Joined:
-    """Several objects that a checkpoint holds as one, so that ranks with another number of them can load it.
+    """Join several objects into one in the checkpoint, so that ranks with another number of objects can load it.
 
         StateManager(root, model=Joined(parts), optimizer=Joined(optimizers), scheduler=Joined(schedulers))
 
-    Models: the parts of a model that this rank has, for example its stages of a pipeline, as modules or as
-    `PipelineStage`s of torch.distributed.pipelining. Parameters must have the names that they have in the full model.
-    Optimizers: one for each part or for each parameter, all of one class. Schedulers and scalers: all have the same
-    state.
+    Join models that are parts of one, for example this rank's stages of a pipeline: modules, or `PipelineStage`s of
+    torch.distributed.pipelining. Their parameters must have the same names as in the full model. Join optimizers if
+    you have one for each part or each parameter; they must be of one class. Join schedulers and scalers if all have
+    the same state.
 
     Args:
-        objects: All objects of this rank. For models, a dict gives each part a prefix, if each starts its names from
-            zero (`{"stages.3": part}`). For optimizers, the keys don't matter (ckpt joins a dict by names of
-            parameters, which have dots, even without `Joined`).
+        objects: All objects of this rank. If each part of a model numbers its layers from zero, a dict gives each a
+            prefix (`{"stages.3": part}`). For optimizers, the keys of a dict don't matter: ckpt joins a dict with
+            names of parameters, which have dots, even without `Joined`.
 
     Raises:
-        ConfigError: There is nothing to join.
+        ConfigError: You gave no objects.
     """
 
     def __init__(self, objects: Iterable[Any] | Mapping[str, Any]) -> None:
         self.objects = dict(objects) if isinstance(objects, Mapping) else list(objects)
         if not self.objects:
-            raise ConfigError("ckpt.Joined has nothing to join. Give it all objects of this rank.")
+            raise ConfigError("ckpt.Joined got no objects. Give ckpt.Joined all objects of this rank.")
 
     def as_one(self, kind: str) -> Any:
         """The object that a manager manages."""
@@ -70,7 +70,9 @@ class Joined:
             "scaler": JoinedState,
         }
         if kind not in ways:
-            raise ConfigError(f"{kind}=ckpt.Joined(...): models, optimizers, schedulers and scalers can be joined.")
+            raise ConfigError(
+                f"{kind}=ckpt.Joined(...): ckpt.Joined takes only models, optimizers, schedulers or scalers."
+            )
         return ways[kind](values)
 
     def _model(self, values: list[Any]) -> JoinedModel:
@@ -78,7 +80,7 @@ class Joined:
         parts = [getattr(value, "submod", value) for value in values]
         wrong = [type(part).__name__ for part in parts if not isinstance(part, nn.Module)]
         if wrong:
-            raise ConfigError(f"model=ckpt.Joined(...) takes modules, and has {', '.join(wrong)}.")
+            raise ConfigError(f"model=ckpt.Joined(...) takes modules, not {', '.join(wrong)}.")
         model = JoinedModel(zip(prefixes, parts, strict=True))
         _refuse_unjoinable(model)
         return model
@@ -87,15 +89,14 @@ class Joined:
 def _refuse_unjoinable(model: JoinedModel) -> None:
     """Refuse parts that have a name twice, and those of FSDP 1 and DeepSpeed, whose state is theirs alone."""
     if is_fsdp1(model) or any(map(is_engine, model.parts)):
-        raise UnsupportedError("model=ckpt.Joined(...): parts cannot be under FSDP 1 or DeepSpeed. Use fully_shard.")
+        raise UnsupportedError("model=ckpt.Joined(...) can't join parts under FSDP 1 or DeepSpeed. Use fully_shard.")
     counts = Counter(clean_names(model, model.state_dict(keep_vars=True)).values())
     twice = [name for name, count in counts.items() if count > 1]
     if twice:
         more = f" and {len(twice) - _FEW} more" if len(twice) > _FEW else ""
         raise ConfigError(
-            f"model=ckpt.Joined(...): several parts have the names {', '.join(twice[:_FEW])}{more}. If every part "
-            f"starts its names "
-            'from zero, give each a prefix: ckpt.Joined({"stages.3": part}).'
+            f"model=ckpt.Joined(...): several parts have parameters named {', '.join(twice[:_FEW])}{more}. Give "
+            'each part its prefix in the full model: ckpt.Joined({"stages.3": part}).'
         )
 
 
@@ -134,7 +135,7 @@ class JoinedOptimizer:
         classes = sorted({type(optimizer).__name__ for optimizer in optimizers})
         if not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers) or len(classes) > 1:
             raise ConfigError(
-                f"optimizer=ckpt.Joined(...) takes torch optimizers of one class, and has {', '.join(classes)}."
+                f"optimizer=ckpt.Joined(...) takes torch optimizers of one class, not {', '.join(classes)}."
             )
         self._owners: dict[int, torch.optim.Optimizer] = {}
         for optimizer in optimizers:
@@ -165,8 +166,8 @@ class JoinedOptimizer:
             extra |= {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
         if extra:
             raise UnsupportedError(
-                f"{self.kind} has state beside that of its parameters ({', '.join(extra)}), of which only one can be "
-                "in a checkpoint. Give the optimizers as a list instead of ckpt.Joined."
+                f"{self.kind} has state that belongs to no parameter ({', '.join(extra)}), so ckpt.Joined can't join "
+                "several of them. Give the optimizers as a list instead."
             )
         groups = [{**group, "params": [numbers[id(value)] for value in group["params"]]} for group in self.param_groups]
         return {"state": dict(sorted(state.items())), "param_groups": groups}

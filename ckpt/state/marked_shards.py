@@ -37,7 +37,9 @@ class ShardMark:
         kind = torch.get_default_device().type if local.is_meta else local.device.type
         mesh = self.mesh or _mesh_of_group(self.group, kind)
         if kind != mesh.device_type and not local.is_meta:
-            raise UnsupportedError(f"ckpt.mark_sharded: a parameter is on {kind}, and its mesh on {mesh.device_type}.")
+            raise UnsupportedError(
+                f"ckpt.mark_sharded: a parameter is on {kind}, but its mesh is on {mesh.device_type}."
+            )
         shape = [size * (mesh.size() if dim == self.dim else 1) for dim, size in enumerate(local.size())]
         stride = torch.empty(shape, device="meta").stride()
         return ShardOutline(mesh, [Shard(self.dim)], torch.Size(shape), stride).around(local.detach())
@@ -50,18 +52,19 @@ class ShardMark:
 
 
 def mark_sharded(module: nn.Module, dim: int = 0, *, mesh: Any = None, names: Iterable[str] | None = None) -> None:
-    """Say that a module's plain parameters are shards: this rank's part of tensors divided evenly over ranks.
+    """Declare that a module's plain parameters are shards of larger tensors, divided evenly over the ranks.
 
         mark_sharded(model.experts, mesh=mesh["ep"])  # weights of shape [experts of this rank, ...]
 
-    For parameters that no wrapper divides, such as the experts that every rank has of its own. Their state, and that of
-    the optimizer, is then saved as of one tensor, which any number of ranks can load. Without it every rank saves its
-    own, for as many ranks. Without a process group this does nothing: the parameters are complete. If a checkpoint was
-    saved without the mark, load it first, then mark.
+    Mark parameters that your own code divides over ranks, such as experts that differ on every rank. ckpt then saves
+    these parameters, and their optimizer state, as shards of one tensor, so that any number of ranks can load it.
+    Without the mark, every rank saves its own tensors, and only the same number of ranks can load them. If there is no
+    process group, the mark has no effect: the parameters are complete. If a checkpoint was saved without the mark, load
+    that checkpoint before you mark the module.
 
     Args:
         module: The module with these parameters.
-        dim: The dimension that is divided.
+        dim: The dimension along which they are divided.
         mesh: A device mesh of one dimension, or a process group of all ranks; None: all ranks.
         names: Names of parameters, as in `module.named_parameters()`; None: all.
 
@@ -86,20 +89,22 @@ def _obstacle(parameter: Any, dim: int) -> str | None:
     if parameter is None:
         return "there is no such parameter"
     if is_sharded(parameter):
-        return "a DTensor, whose shards are known"
-    return None if 0 <= dim < parameter.dim() else f"{parameter.dim()} dimensions, and dim={dim}"
+        return "it is a DTensor, so ckpt knows its shards already"
+    return None if 0 <= dim < parameter.dim() else f"it has {parameter.dim()} dimensions, but dim={dim}"
 
 
 def _mark(dim: int, mesh: Any) -> ShardMark:
     if hasattr(mesh, "get_group"):
         if mesh.ndim != 1:
-            raise ConfigError(f'ckpt.mark_sharded: the mesh has {mesh.ndim} dimensions. Give one of them: mesh["ep"].')
+            raise ConfigError(
+                f'ckpt.mark_sharded needs one dimension of the mesh, not {mesh.ndim}. Give one dimension: mesh["ep"].'
+            )
         return ShardMark(dim, mesh)
     ranks = dist.get_process_group_ranks(mesh)
     if len(ranks) < dist.get_world_size():
         raise ConfigError(
-            f"ckpt.mark_sharded: a group of {len(ranks)} ranks, and there are {dist.get_world_size()}. Give the "
-            'dimension of a mesh of all ranks, which says where the copies are: mesh["ep"].'
+            f"ckpt.mark_sharded: a group of {len(ranks)} of {dist.get_world_size()} ranks does not show where the "
+            'other copies are. Give a dimension of a mesh of all ranks: mesh["ep"].'
         )
     return ShardMark(dim, None, mesh if mesh is not None else dist.group.WORLD)
 
@@ -155,8 +160,8 @@ class MarkedShards(Unmarked):
             return value
         if is_sharded(parameter):
             raise ConfigError(
-                "a parameter that ckpt.mark_sharded has marked has become a DTensor, whose shards are known. Leave "
-                "the mark out, or keep the parameter from FSDP: fully_shard(..., ignored_params=...)."
+                "a parameter that you marked with ckpt.mark_sharded is now a DTensor, so ckpt knows its shards "
+                "already. Remove the mark, or exclude the parameter from FSDP: fully_shard(..., ignored_params=...)."
             )
         return mark.around(value)
 

@@ -239,8 +239,8 @@ def materialise(key: str, module: nn.Module, filled: Collection[str]) -> None:
     if left:
         more = f" and {len(left) - _LISTED} more" if len(left) > _LISTED else ""
         raise MismatchError(
-            f"{key} is on the meta device, and the checkpoint has no values for {', '.join(left[:_LISTED])}{more}. "
-            "Call to_empty(device=...) on the model, give these their values, then load."
+            f"{key} is on the meta device, but the checkpoint has no values for {', '.join(left[:_LISTED])}{more}. "
+            "Call to_empty(device=...) on the model, set these values, then load."
         )
     for tensor in {id(tensor): tensor for tensor in empty.values()}.values():
         torch.utils.swap_tensors(tensor, _with_memory(tensor))  # type: ignore[no-untyped-call]

@@ -173,8 +173,8 @@ def _refuse_state(kind: str, value: Mapping[Any, Any]) -> None:
     of_model = bool(value) and all(isinstance(item, torch.Tensor) for item in value.values())
     if of_model or {"state", "param_groups"} <= value.keys():
         raise ConfigError(
-            f"StateManager: {kind}= is a state_dict. Give the object that it was taken from, {kind}={kind}: ckpt asks "
-            f"it for its state at every save, and loads into it."
+            f"StateManager: {kind}= is a state_dict. Give the object itself, {kind}={kind}: ckpt calls its "
+            "state_dict() at every save, and loads into it."
         )
 
 
@@ -186,7 +186,7 @@ def _refuse_no_loaders(loaders: Mapping[str, Any]) -> None:
         if isinstance(loader, str | bytes) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__"))
     ]
     if wrong:
-        raise ConfigError(f"{', '.join(wrong)} gives no batches: pass the loader that your loop iterates over.")
+        raise ConfigError(f"ckpt can't iterate over {', '.join(wrong)}: pass the loader that your loop iterates over.")
 
 
 def is_part_name(name: Any) -> bool:
@@ -195,5 +195,7 @@ def is_part_name(name: Any) -> bool:
 
 def _checked(name: Any) -> str:
     if not is_part_name(name):
-        raise ConfigError(f"{name!r} cannot name a part: use letters, digits, '_' and '-'. It becomes a file's name.")
+        raise ConfigError(
+            f"{name!r} cannot name a part, because a file gets the same name: use letters, digits, '_' and '-'."
+        )
     return str(name)

@@ -254,10 +254,14 @@ class GradientsPart(UnshardedPart):
 
     def capture(self) -> dict[str, Any]:
         if any(is_fsdp1(model) for model in self.models.values()):
-            raise UnsupportedError(f"{self.key}: FSDP 1 does not give gradients out by parameter. Use fully_shard.")
+            raise UnsupportedError(
+                f"{self.key}: ckpt can't save gradients under FSDP 1, which does not show them by parameter. Use "
+                "fully_shard."
+            )
         if any(is_engine(model) for model in self.models.values()):
             raise UnsupportedError(
-                f"{self.key}: DeepSpeed keeps gradients to itself. Leave saving=ckpt.SaveOptions(gradients=True) out."
+                f"{self.key}: ckpt can't save gradients under DeepSpeed, which does not show them. Leave out "
+                "saving=ckpt.SaveOptions(gradients=True)."
             )
         return {key: _local(gradients(unwrap(model), self.of)) for key, model in self.models.items()}
 

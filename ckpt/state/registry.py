@@ -155,11 +155,11 @@ class PlainValues(UserDict[str, Any]):
         self._is_loaded = False
 
     def __missing__(self, name: str) -> Any:
-        raise KeyError(f"{name!r} is not a value of this run. There are: {', '.join(map(repr, self)) or 'none'}")
+        raise KeyError(f"this run has no value {name!r}. It has: {', '.join(map(repr, self)) or 'none'}")
 
     def __setitem__(self, name: str, value: Any) -> None:
         if not isinstance(name, str):
-            raise ConfigError(f"values are kept under names, not under {name!r}.")
+            raise ConfigError(f"the name of a value must be text, not {name!r}.")
         super().__setitem__(name, _plain(name, value))
 
     def begin_with(self, values: Mapping[str, Any]) -> None:
@@ -209,8 +209,8 @@ def _plain(name: str, value: Any, depth: int = 0) -> Any:
     if depth < _TOO_DEEP and type(value) is dict and all(type(key) in (str, int) for key in value):
         return {key: _plain(name, item, depth + 1) for key, item in value.items()}
     raise ConfigError(
-        f"values[{name!r}] has a {type(value).__name__} in it: values are numbers, text, None, and lists, "
-        "tuples and dicts of them. Objects with state_dict and load_state_dict are saved by register(name=object)."
+        f"values[{name!r}] has a {type(value).__name__} in it. Values can be numbers, text, None, and lists, "
+        "tuples and dicts of them. For an object with state_dict and load_state_dict, use register(name=object)."
     )
 
 
@@ -320,7 +320,7 @@ class StateRegistry:
         part = self.parts.get(key) if isinstance(key, str) else None
         if not isinstance(part, ModelPart):
             known = ", ".join(name for name, other in self.parts.items() if isinstance(other, ModelPart)) or "none"
-            raise ConfigError(f"part={key!r} is no model that is managed here. Models: {known}.")
+            raise ConfigError(f"this manager has no model part={key!r}. It has: {known}.")
         return part
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -404,11 +404,13 @@ class StateRegistry:
                 optimizer.zero_grad()
 
     def register(self, objects: Mapping[str, Any], unnamed: Sequence[Any] = (), *, per_rank: bool = False) -> None:
-        """Add objects; all of them, or none if any is unsuitable. `per_rank`: their state is each rank's own."""
+        """Add all of these objects, or none if one is unsuitable. With `per_rank`, each rank saves its own state."""
         if unnamed:
-            raise ConfigError("register() takes objects by the names that their state has: register(ema=ema).")
+            raise ConfigError("register() needs a name for each object: register(ema=ema).")
         if not isinstance(per_rank, bool):
-            raise ConfigError(f"per_rank={per_rank!r} must be True or False: no object can be registered by that name.")
+            raise ConfigError(
+                f"per_rank={per_rank!r} must be True or False: it is an option, so no object can have that name."
+            )
         wrong = [f"{name}: {why}" for name, value in objects.items() if (why := self._obstacle(name, value, per_rank))]
         if wrong:
             raise ConfigError(f"cannot register {joined(wrong)}.")
@@ -519,8 +521,9 @@ def refuse_devices(devices: Mapping[str, Iterable[torch.device]]) -> None:
     obstacles = {key: why for key, found in devices.items() for device in found if (why := device_obstacle(device))}
     for key, why in obstacles.items():
         raise UnsupportedError(
-            f"{key} has parameters {why}: its values may not have been computed when they are copied. Give the manager "
-            "a model on the CPU or a GPU, to which you copy the state before a save, or use torch_xla's checkpoints."
+            f"{key} has parameters {why}: a save could copy values that XLA has not computed yet. Copy the state to a "
+            "model on the CPU or a GPU before each save, and give that one to the manager. Or use torch_xla's "
+            "checkpoints."
         )
 
 
@@ -544,7 +547,7 @@ def refuse_unnamed(root: Any, others: Sequence[Any]) -> None:
     if given:
         kinds = ", ".join(type(value).__name__ for value in given)
         raise UnnamedObjectError(
-            f"StateManager takes only the root without a keyword, but got {kinds} too. Name each object: "
+            f"StateManager takes only the root without a keyword, but you passed {kinds} too. Name each object: "
             'StateManager("runs/x", model=model, optimizer=optimizer).'
         )
 
@@ -556,8 +559,8 @@ def find_source(accelerator: Any, **objects: Any) -> ObjectSource:
     given = [kind for kind, value in objects.items() if value is not None]
     if given:
         raise ConfigError(
-            f"StateManager: accelerator= includes everything it has prepared, so {', '.join(given)} cannot be given as "
-            "well. Pass them through accelerator.prepare(...), or give others to register(name=...)."
+            f"StateManager takes either accelerator= or {', '.join(given)}: ckpt saves everything that the accelerator "
+            "has prepared. Pass your objects to accelerator.prepare(...), or add others with register(name=...)."
         )
     from ckpt.state.accelerator import AcceleratorObjects
 

@@ -125,7 +125,7 @@ def capture_one(generator: Any) -> Any:
 
 
 def restore_one(generator: Any, state: Any) -> None:
-    with damage_reported("what was saved of a generator", f"state of a {type(generator).__name__}"):
+    with damage_reported("the saved state of a generator", f"{type(generator).__name__} state"):
         if isinstance(generator, torch.Generator):
             generator.set_state(state)
         elif isinstance(generator, random.Random):

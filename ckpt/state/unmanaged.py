@@ -153,7 +153,7 @@ class UnmanagedWatch:
                 )
         if ours:
             self._updates += 1
-            if self._updates == _LONG and not (self._steps or self._has_saved) and self._first_epoch is None:
+            if self._updates == _LONG and not self._has_saved and self._first_epoch is None:
                 self._tell_unsaved(f"{_LONG} steps of training were made and nothing was saved")
 
     def _has_scaler(self) -> bool:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckpt.formats.foreign import WRAPPERS
+
+Found = TypeVar("Found")
 
 # A model in parts: its names are those of the parts.
 
@@ -41,7 +43,7 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
 
 
 _CHECKPOINTED = WRAPPERS[-1]
-_walked = threading.local()  # `walks`: the modules of every model that was walked, where that is remembered
+_walked = threading.local()  # `known`: what was found in every model, where that is remembered
 
 
 def is_instance(value: Any, path: str) -> bool:
@@ -75,8 +77,8 @@ def has_replicas(models: Collection[nn.Module]) -> bool:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel, DataParallel, DeepSpeed, torch.compile and wrappers that checkpoint or
-    offload activations, in any order."""
+    """Remove wrappers from a model, in any order: DistributedDataParallel, DataParallel, DeepSpeed, torch.compile, and
+    those that checkpoint or offload activations."""
     while (name := _inner_name(model)) is not None:
         model = getattr(model, name)
     return model
@@ -129,13 +131,7 @@ def parameter_names(module: nn.Module) -> dict[int, str]:
 
 def modules_in(module: nn.Module) -> Iterable[nn.Module]:
     """A module and all its submodules. Faster than `modules()`, which builds names: training waits."""
-    walks = getattr(_walked, "walks", None)
-    if walks is None:
-        return _walk(module)
-    if id(module) not in walks:
-        walks[id(module)] = list(_walk(module))
-    found: list[nn.Module] = walks[id(module)]
-    return found
+    return _remembered(_walk, module)
 
 
 def kinds_in(module: nn.Module) -> Iterable[nn.Module]:
@@ -143,20 +139,34 @@ def kinds_in(module: nn.Module) -> Iterable[nn.Module]:
     return {type(node): node for node in modules_in(module)}.values()
 
 
-def parameters_in(module: nn.Module) -> Iterator[nn.Parameter]:
+def parameters_in(module: nn.Module) -> Iterable[nn.Parameter]:
     """The parameters of a module and all its submodules; a tied one several times."""
+    return _remembered(_parameters, module)
+
+
+def _parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     for node in modules_in(module):
         yield from node.parameters(recurse=False)
+
+
+def _remembered(find: Callable[[nn.Module], Iterator[Found]], module: nn.Module) -> Iterable[Found]:
+    known = getattr(_walked, "known", None)
+    if known is None:
+        return find(module)
+    if (find, id(module)) not in known:
+        known[find, id(module)] = list(find(module))
+    found: list[Found] = known[find, id(module)]
+    return found
 
 
 @contextmanager
 def walked_once() -> Iterator[None]:
     """Walk every model once in this thread while this context lasts, in which no module may be added or removed."""
-    _walked.walks = dict[int, list[nn.Module]]()
+    _walked.known = {}
     try:
         yield
     finally:
-        _walked.walks = None
+        _walked.known = None
 
 
 def _walk(module: nn.Module) -> Iterator[nn.Module]:

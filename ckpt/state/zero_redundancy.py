@@ -28,8 +28,8 @@ class ZeroRedundancyPart(OptimizerPart):
     def of(cls, key: str, optimizer: Any, models: Mapping[str, nn.Module]) -> ZeroRedundancyPart:
         if not hasattr(optimizer, "optim"):
             raise UnsupportedError(
-                f"{key}: ZeroRedundancyOptimizer(overlap_with_ddp=True) has no optimizer before its buckets are known, "
-                "so its state cannot be loaded before training. Build it without overlap_with_ddp."
+                f"{key}: ckpt can't load ZeroRedundancyOptimizer(overlap_with_ddp=True) before training, because it "
+                "builds its optimizer only then. Build your optimizer without overlap_with_ddp."
             )
         return cls(key, optimizer.optim, models, outer=optimizer)
 

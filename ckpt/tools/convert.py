@@ -18,7 +18,6 @@ import torch
 
 from ckpt.errors import ConfigError, StorageError, UntrustedError
 from ckpt.export.folders import atomic_file, atomic_folder
-from ckpt.export.merge import counted
 from ckpt.export.options import ExportOptions
 from ckpt.export.save_model import CONFIG, model_files
 from ckpt.formats.checkpoint_name import check_name
@@ -62,7 +61,7 @@ from ckpt.tools.portable_state import (
     position_of,
     with_part_names,
 )
-from ckpt.util.console import progress_bar
+from ckpt.util.console import counted, progress_bar
 from ckpt.util.option_values import path_text
 
 _LOADER = "the position in the data, which only ckpt and Accelerate continue from"
@@ -222,7 +221,9 @@ class _Export:
         for key in self.state.parts:
             found[kind_of(key)].append(key)
         if len(found["scaler"]) > 1:
-            raise ConfigError(f"{self.state.name} has {len(found['scaler'])} scalers, and Accelerate knows one.")
+            raise ConfigError(
+                f"{self.state.name} has {len(found['scaler'])} scalers, but Accelerate can load only one."
+            )
         return {kind: sorted(keys, key=position_of) for kind, keys in found.items()}
 
     def _write_part(self, kind: str, number: int, key: str) -> None:
@@ -289,8 +290,8 @@ def export_megatron(state: PortableState, folder: Path, advance: Callable[[int],
 def _require_names(tensors: Mapping[str, PiecedTensor], name: str) -> None:
     if not any(map(_LAYER.fullmatch, tensors)):
         raise ConfigError(
-            f"the model of {name} has no names of Megatron-Core (decoder.layers.0.mlp.linear_fc1.weight): Megatron "
-            f"would not find them."
+            f"the model of {name} does not use the names of Megatron-Core (decoder.layers.0.mlp.linear_fc1.weight), so "
+            "Megatron could not load it."
         )
 
 
@@ -323,8 +324,8 @@ def _stacked(tensors: Mapping[str, PiecedTensor], name: str) -> dict[str, Sharde
         alike = {(tensor.dtype, tensor.shape) for tensor in layers.values()} == {(first.dtype, first.shape)}
         if not alike or sorted(layers) != list(range(len(layers))) or key in entries:
             raise ConfigError(
-                f"the layers of {key} in {name} are not alike: {len(layers)} of {1 + max(layers)} have it, or in "
-                "several shapes. Megatron-Core stacks layers only where all of them have the same."
+                f"{key} in {name} is not the same in every layer: {len(layers)} of {1 + max(layers)} layers have it, "
+                "or its shapes differ. Megatron-Core can stack only equal layers."
             )
         shards = tuple(_shard((layer,), layers[layer]) for layer in sorted(layers))
         entries[key] = ShardedEntry(first.dtype, (len(layers), *first.shape), shards)
@@ -347,7 +348,7 @@ Export = Callable[[PortableState, Path, Callable[[int], None]], Outcome]
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """What a conversion wrote, and where; what is not exact, and what the other format cannot hold."""
+    """Lists what a conversion wrote and where, what is not exact, and what the other format can't hold."""
 
     url: str
     parts: tuple[str, ...]
@@ -375,43 +376,43 @@ def convert(
 ) -> Converted:
     """Convert a checkpoint between formats.
 
-    It executes no pickle, and streams tensors. The output appears when it is complete, and never replaces anything.
-    docs/converting.md has a table of what each format holds.
+    `convert` executes no pickle, and streams tensors. The output appears when it is complete, and never replaces
+    anything. For what each format can hold, see the table in docs/converting.md.
 
     Args:
-        source: A checkpoint of ckpt, full or sharded, of torch.distributed.checkpoint, Accelerate, DeepSpeed (ZeRO 0 to
-            3, universal), Lightning, Megatron-Core (`torch_dist`) or the Trainer, a file of `torch.save`, or
-            safetensors, at a path or URL.
+        source: The path or URL of a checkpoint of ckpt, full or sharded, torch.distributed.checkpoint, Accelerate,
+            DeepSpeed (ZeRO 0 to 3, universal), Lightning, Megatron-Core (`torch_dist`) or the Trainer, or of a file of
+            `torch.save` or safetensors. A root of ckpt stands for its newest checkpoint.
         destination: For `"ckpt"` a root; for the others a new file or folder on a disk.
         to: `"ckpt"`; `"hf"`, a folder with `model.safetensors` and the configuration that was beside the source;
             `"dcp"`, a folder for `torch.distributed.checkpoint.load`; `"accelerate"`, a folder for
             `accelerator.load_state` with as many processes as saved it; `"torch"`, a file for
             `torch.load(weights_only=True)`; `"lightning"`, a file for `Trainer.fit(ckpt_path=...)`; `"megatron"`, a
             folder for `megatron.core.dist_checkpointing.load`, of a model that has Megatron's names.
-        format: The format of the source. You only need it if a folder holds saves in several formats.
+        format: The format of the source. You only need it if a folder has saves in several formats.
         name: The name of the new checkpoint in a root; by default the source's.
         max_shard_size: For `"hf"`: the largest size of a file, in bytes or as `"5GB"`; a larger model becomes shards
             and an index.
-        sign: For `"ckpt"`, as `key` of `Signing`; other formats have no signatures. ckpt signs one of its own
-            checkpoints again only if this key or one of `verify_key` has signed it.
+        sign: For `"ckpt"`, as `key` of `Signing`; other formats have no signatures. If the source is a checkpoint of
+            ckpt, this key or one of `verify_key` must have signed it.
         verify_key: As in `Signing`: ckpt warns if none of these keys has signed the source.
         require_signed: As `required` of `Signing`.
 
     Returns:
-        What was written, and what is not exact or was left out, with the reasons.
+        What ckpt wrote, and what is not exact or is missing, with the reasons.
 
     Raises:
         MissingError: There is nothing to convert.
         DamagedError: The source's bytes have changed since they were saved.
-        UntrustedError: No key that you trust has signed the source, and you require a signature or want to sign it.
-        ConfigError: ckpt can't read this kind of source, or there is something at the destination.
+        UntrustedError: No key that you trust has signed the source, but you require a signature or want to sign it.
+        ConfigError: ckpt can't read this kind of source, or the destination exists already.
     """
     if to not in WRITTEN:
-        raise ConfigError(f"to={to!r} is none of {', '.join(WRITTEN)}.")
+        raise ConfigError(f"to={to!r} is not a format that ckpt writes. Choose one of {', '.join(WRITTEN)}.")
     if name is not None and to != CKPT.name:
-        raise ConfigError("name= is for a checkpoint in a root. Others are named by their path.")
+        raise ConfigError("name= is only for to='ckpt'. For other formats, the destination is the name.")
     if max_shard_size is not None and to != HF.name:
-        raise ConfigError(f"max_shard_size= is for to={HF.name!r}.")
+        raise ConfigError(f"max_shard_size= is only for to={HF.name!r}.")
     limit = ExportOptions.parse(None, max_shard_size).max_shard_size
     if to != CKPT.name:
         return _export(source, format, destination, to, limit, open_trust(verify_key, required=require_signed))
@@ -420,8 +421,8 @@ def convert(
     with open_state(source, format, trust) as state:
         if seal.key is not None and state.origin == CKPT.name and not state.is_authentic:
             raise UntrustedError(
-                f"{state.name} is not signed by a key that is trusted here. A signature on its copy would vouch for "
-                "what nobody has verified: give verify_key=, the public key of whoever signed it, or sign=False."
+                f"no key that you trust has signed {state.name}, so ckpt does not sign its copy. Give verify_key=, the "
+                "public key of whoever signed it, or sign=False."
             )
         return _import(with_part_names(state), destination, name, seal)
 
@@ -461,7 +462,7 @@ def _refuse_inside_checkpoint(path: str) -> None:
     for folder in Path(os.path.abspath(path)).parents:
         if (folder / FILE_NAME).is_file() and (folder / documents.STATE).is_file():
             raise ConfigError(
-                f"{path} would lie in the checkpoint {folder}, and be removed with it. Choose another destination."
+                f"{path} is inside the checkpoint {folder}, and would be removed with it. Choose another destination."
             )
 
 
@@ -496,7 +497,7 @@ def _checkpoint_name(found: PortableState) -> str:
         return check_name(found.name)
     except ConfigError:
         raise ConfigError(
-            f"{found.name!r}, the name of the source, cannot name a checkpoint. Choose one with name= (--name)."
+            f"the source's name, {found.name!r}, cannot name a checkpoint. Choose another name with name= (--name)."
         ) from None
 
 
@@ -504,7 +505,7 @@ def _write(writer: RootWriter, name: str, files: list[FilePlan], found: Portable
     writer.hold()
     remove_token(writer.storage)  # what a run has left in memory does not continue from what is written now
     if find(writer.storage, name).committed:
-        raise ConfigError(f"{writer.storage.url} has a checkpoint {name!r} already. Choose another name=.")
+        raise ConfigError(f"{writer.storage.url} already has a checkpoint {name!r}. Choose another name=.")
     began = time.monotonic()
     attempt = writer.begin(name, [file.path for file in files])
     try:

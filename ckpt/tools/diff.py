@@ -10,25 +10,29 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from ckpt.export.source import choose_a_checkpoint, open_foreign, open_source
+from ckpt.errors import MissingError, UnsupportedError
+from ckpt.export.source import open_checkpoint, open_foreign
 from ckpt.formats.checks import damage_reported
+from ckpt.formats.layout import Box
 from ckpt.formats.native import tensor_file
 from ckpt.formats.native.documents import STATE, from_json, to_json
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import FileRecord, Manifest, digest
 from ckpt.formats.pieces import SLAB, PiecedTensor
-from ckpt.formats.registry import CKPT, ROOT
-from ckpt.formats.tensors import host_bytes
+from ckpt.formats.registry import TORCH
+from ckpt.formats.sharded_tensors import is_sharded
+from ckpt.formats.tensors import host_bytes, narrowed, on_host
 from ckpt.root import catalog
 from ckpt.root.catalog import part_of
-from ckpt.root.folder import Place
+from ckpt.root.folder import OneCheckpoint, Place
 from ckpt.root.signing import BELIEVES_ALL, KeySource, Trust, open_trust
 from ckpt.root.verify import VerifiedFile
-from ckpt.storage import Storage
-from ckpt.util.console import progress_bar
-
-_CHUNK = 1 << 18  # elements whose numbers stay in a CPU cache
+from ckpt.state.model import ModelPart
+from ckpt.state.unwrap import unwrap
+from ckpt.tools.portable_state import PortableState, foreign_state
+from ckpt.util.console import html_table, progress_bar
 
 
 @dataclass(slots=True)
@@ -69,20 +73,6 @@ def compare_tensors(first: PiecedTensor, second: PiecedTensor) -> TensorChange:
         found.elements += slab.elements
         found.most = slab.most if math.isnan(slab.most) else max(found.most, slab.most)
         found.squares = found.squares + slab.squares if found.squares and slab.squares else None
-    return found
-
-
-def squares_between(first: PiecedTensor, second: PiecedTensor) -> Squares:
-    """Only the squares: for tensors of the same shape. NaN for dtypes that torch has no arithmetic for."""
-    found = Squares()
-    for box in first.boxes(SLAB // max(first.dtype.itemsize, second.dtype.itemsize)):
-        mine, theirs = first.read(box).reshape(-1), second.read(box).reshape(-1)
-        for chunk in zip(torch.split(mine, _CHUNK), torch.split(theirs, _CHUNK), strict=True):
-            try:
-                before, after = map(_numbers, chunk)
-            except (RuntimeError, NotImplementedError):
-                return Squares(math.nan, math.nan)
-            found += Squares(_square_sum(after - before), _square_sum(before))
     return found
 
 
@@ -134,10 +124,11 @@ _REFERENCES = {"$tensor", "$strided", "$unsharded"}
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A tensor or a value that differs: what each of the two checkpoints has, `-` for nothing.
+    """Describes a tensor or a value that differs: what each checkpoint has, or `-` if a checkpoint lacks it.
 
-    If tensors have the same shape, it has the number of elements that differ, the largest difference, and the relative
-    one: the RMS of the difference over the RMS of the first. NaN if an element is NaN; infinite if the first was 0.
+    If both tensors have the same shape, `elements` is the number of elements that differ, `most` the largest
+    difference, and `relative` the RMS of the difference divided by the RMS of the first. If an element is NaN, so
+    are `most` and `relative`. If all of the first is 0, `relative` is infinite.
     """
 
     name: str
@@ -152,7 +143,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Diff:
-    """Two checkpoints compared. It is true if they differ."""
+    """Lists the differences between two checkpoints. A `Diff` is true if the checkpoints differ."""
 
     first: str
     second: str
@@ -161,9 +152,31 @@ class Diff:
     def __bool__(self) -> bool:
         return bool(self.differences)
 
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        found = f"{len(self.differences)} differences" if len(self.differences) > 1 else "1 difference"
+        title = f"{self.first} and {self.second}: {found if self else 'no difference'}"
+        columns = ("name", "first", "second", *_CHANGE) if self else ()
+        return html_table(title, map(_row, self.differences), columns, _CHANGE)
+
     def to_json(self) -> dict[str, Any]:
         listed = [_json_fields(difference) for difference in self.differences]
         return {"first": self.first, "second": self.second, "differences": listed}
+
+
+_CHANGE = ("elements", "at most by", "relative")
+
+
+def _row(found: Difference) -> tuple[str, ...]:
+    elements = "" if found.elements is None else f"{found.elements:,}"
+    most = "" if found.most is None else f"{found.most:.3g}"
+    relative = "" if found.relative is None else percent(found.relative)
+    return found.name, found.first, found.second, elements, most, relative
+
+
+def percent(relative: float) -> str:
+    """A relative change for people."""
+    return f"{100 * relative:.3g} %" if math.isfinite(relative) else "from 0" if relative > 0 else "nan"
 
 
 def _json_fields(difference: Difference) -> dict[str, Any]:
@@ -174,8 +187,8 @@ def _json_fields(difference: Difference) -> dict[str, Any]:
 
 
 def diff(
-    first: str | os.PathLike[str],
-    second: str | os.PathLike[str],
+    first: str | os.PathLike[str] | nn.Module,
+    second: str | os.PathLike[str] | nn.Module,
     *,
     part: str | None = None,
     format: str | None = None,
@@ -183,43 +196,99 @@ def diff(
     verify_key: KeySource | None = None,
     require_signed: bool | str = False,
 ) -> Diff:
-    """Compare two checkpoints, tensor by tensor and value by value.
+    """Compare two checkpoints, or a model with one, tensor by tensor and value by value.
 
-    The layout of a checkpoint makes no difference. Between two ckpt checkpoints, it does not read files with the same
-    hashes. It needs little memory.
+    It doesn't matter how a checkpoint is sharded. If both are checkpoints of ckpt, `diff` skips files with equal
+    hashes. `diff` needs little memory.
 
     Args:
-        first: A ckpt checkpoint, or whatever else `merge` reads, at a path or URL.
-        second: The same.
-        part: Only this part. By default all parts of two ckpt checkpoints; for other formats, the model.
-        format: Which one to compare, if a folder holds saves in several formats: `"deepspeed"`, `"hf"`.
+        first: The path or URL of a checkpoint, or of whatever else `merge` reads; a root stands for its newest
+            checkpoint. Or a model.
+        second: What to compare it with, of the same kinds.
+        part: Compare only this part. By default, `diff` compares all parts of two ckpt checkpoints, or of two files
+            of `torch.save`, and only the model otherwise.
+        format: The format to compare, if a folder has saves in several: `"deepspeed"`, `"hf"`.
         storage_options: Credentials and the like, for URLs on both sides.
         verify_key: As in `Signing`: ckpt warns if none of these keys has signed them.
         require_signed: As `required` of `Signing`.
 
     Returns:
-        What differs; it is false if nothing does.
+        What differs: false if nothing does.
 
     Raises:
-        MissingError: There is nothing there, or no such part.
+        MissingError: One of them does not exist, or has no such part.
         DamagedError: The bytes of one of them have changed since they were saved.
     """
     trust = open_trust(verify_key, required=require_signed)
     with ExitStack() as held:
-        one, other = (_Side.at(place, storage_options, format, held, trust) for place in (first, second))
+        one, other = (
+            _LiveSide(side) if isinstance(side, nn.Module) else _Side.at(side, storage_options, format, held, trust)
+            for side in (first, second)
+        )
         found = list(_Comparison(one, other, part).differences())
-    return Diff(first=os.fspath(first), second=os.fspath(second), differences=tuple(found))
+    return Diff(first=one.where, second=other.where, differences=tuple(found))
+
+
+@dataclass
+class _LiveSide:
+    """A model in this process."""
+
+    model: nn.Module
+    manifest: Manifest | None = None
+
+    @property
+    def where(self) -> str:
+        return type(unwrap(self.model)).__name__
+
+    def tensors(self, part: str, held: ExitStack) -> dict[str, PiecedTensor]:
+        state = {name: value for name, value in ModelPart(part, self.model).capture().items() if torch.is_tensor(value)}
+        if any(map(is_sharded, state.values())):
+            raise UnsupportedError(
+                "diff() can't compare a sharded model. Save the model, and compare the checkpoint instead."
+            )
+        return {name: _live(tensor) for name, tensor in state.items()}
+
+
+@dataclass(frozen=True)
+class _LiveTensor(PiecedTensor):
+    live: torch.Tensor
+
+    def read(self, box: Box) -> torch.Tensor:
+        return on_host(narrowed(self.live, list(zip(box.offsets, box.sizes, strict=True))))
+
+
+def _live(tensor: torch.Tensor) -> _LiveTensor:
+    return _LiveTensor(tensor.dtype, tuple(tensor.shape), (), tensor)
+
+
+@dataclass
+class _FileSide:
+    """A file of torch.save."""
+
+    where: str
+    state: PortableState
+    manifest: Manifest | None = None
+
+    def parts(self) -> list[str]:
+        return list(self.state.parts)
+
+    def values(self, part: str | None) -> dict[str, Any]:
+        parts = {key: {"state": found.values} for key, found in self.state.parts.items() if part in (None, key)}
+        return _flatten(parts if part else {**parts, "progress": self.state.progress.to_json()})
+
+    def tensors(self, part: str, held: ExitStack) -> dict[str, PiecedTensor]:
+        found = self.state.parts[part].tensors if part in self.state.parts else {}
+        return {name: item if isinstance(item, PiecedTensor) else _live(item) for name, item in found.items()}
 
 
 @dataclass
 class _Side:
     """One of the two checkpoints. Those of other tools have no manifest."""
 
-    where: str | os.PathLike[str]
-    options: Mapping[str, Any] | None
+    where: str
     place: Place
     trust: Trust
-    storage: Storage | None = None
+    checkpoint: OneCheckpoint | None = None
     manifest: Manifest | None = None
 
     @classmethod
@@ -230,20 +299,21 @@ class _Side:
         format: str | None,
         held: ExitStack,
         trust: Trust,
-    ) -> _Side:
-        """Open a checkpoint. Ours is locked: retention of a running job must not remove it."""
+    ) -> _Side | _FileSide:
+        """Open a checkpoint, of a root the newest. Ours is locked: retention of a running job must not remove it."""
         place = Place.at(where, options, format, must=False)
-        side = cls(where, options, place, trust)
-        if place.format is ROOT:
-            raise choose_a_checkpoint(place)
-        if place.format is CKPT:
-            side.storage, (name,) = catalog.locate(where, options if "://" in os.fspath(where) else None)
-            held.enter_context(side.storage.lock(name, shared=True))
-            side.manifest = trust.accepted(catalog.read_manifest(side.storage, name))
+        if not place.is_ours:
+            trust.refuse_unsigned(os.fspath(where))
+        if place.format is TORCH:
+            return _FileSide(os.fspath(where), foreign_state(place))
+        side = cls(os.fspath(where), place, trust)
+        if place.is_ours:
+            side.checkpoint = found = place.checkpoint(trust).tell()
+            held.enter_context(found.root.lock(found.name, shared=True))
+            side.manifest = trust.accepted(catalog.read_manifest(found.root, found.name))
+            side.where = found.url if found.is_newest else side.where
             if not side.manifest.is_authentic:
                 side.trust = BELIEVES_ALL  # the warning was given
-        else:
-            trust.refuse_unsigned(os.fspath(where))
         return side
 
     def files(self, part: str) -> list[FileRecord]:
@@ -260,12 +330,12 @@ class _Side:
         return {file.name: file for file in files if not file.name.endswith(SUFFIX)}
 
     def values(self, file: FileRecord | None, part: str | None) -> dict[str, Any]:
-        """The values in a document by their paths; none if there is no such document."""
-        if file is None or self.manifest is None or self.storage is None:
+        """Return the values in a document by their paths: none if there is no such document."""
+        if file is None or self.manifest is None or self.checkpoint is None:
             return {}
-        stored = VerifiedFile.of(self.storage, self.manifest.name, file, sha256=self.manifest.is_authentic)
+        stored = VerifiedFile.of(self.checkpoint.root, self.manifest.name, file, sha256=self.manifest.is_authentic)
         document = from_json(stored.read_all(), stored.stored.key)
-        with damage_reported(stored.stored.key, "document of a checkpoint"):
+        with damage_reported(stored.stored.key, "checkpoint document"):
             if file.name == STATE:
                 return _flatten(_part_values(document, part))
             return _rank_hashes(file.name.removesuffix(".json"), document)
@@ -273,25 +343,41 @@ class _Side:
     def tensors(self, part: str, held: ExitStack) -> dict[str, PiecedTensor]:
         if self.manifest is not None and not self.files(part):
             return {}
-        if self.manifest is None:
+        if self.checkpoint is None:
             return open_foreign(self.place, part).tensors
-        return held.enter_context(open_source(self.where, part, self.options, self.trust)).tensors
+        return held.enter_context(open_checkpoint(self.checkpoint, part, self.trust)).tensors
 
 
 @dataclass
 class _Comparison:
-    first: _Side
-    second: _Side
+    first: _Side | _LiveSide | _FileSide
+    second: _Side | _LiveSide | _FileSide
     part: str | None
 
     def differences(self) -> Iterator[Difference]:
-        ours = self.first.manifest is not None and self.second.manifest is not None
-        every = list(dict.fromkeys([*self.first.parts(), *self.second.parts()])) if ours else [_MODEL]
-        for part in every if self.part is None else [self.part]:
-            if not ours or _hashes(self.first.files(part)) != _hashes(self.second.files(part)):
+        if isinstance(self.first, _FileSide) and isinstance(self.second, _FileSide):
+            for part in self._parts(self.first, self.second):
                 yield from self._tensors(part)
-        if ours:
-            yield from self._values()
+            yield from self._in_document(self.first.values(self.part), self.second.values(self.part))
+            return
+        if self.first.manifest is None or self.second.manifest is None:
+            for side in (self.first, self.second):
+                _require(side, self.part or _MODEL)
+            yield from self._tensors(self.part or _MODEL)
+            return
+        assert isinstance(self.first, _Side)
+        assert isinstance(self.second, _Side)
+        for part in self._parts(self.first, self.second):
+            if _hashes(self.first.files(part)) != _hashes(self.second.files(part)):
+                yield from self._tensors(part)
+        yield from self._values(self.first, self.second)
+
+    def _parts(self, first: _Side | _FileSide, second: _Side | _FileSide) -> list[str]:
+        """The parts to compare: of the one that was named, at least one of the two has tensors or values."""
+        every = list(dict.fromkeys([*first.parts(), *second.parts()]))
+        if self.part is not None and isinstance(first, _FileSide) and self.part not in every:
+            _require(first, self.part)
+        return every if self.part is None else [self.part]
 
     def _tensors(self, part: str) -> Iterator[Difference]:
         with ExitStack() as held:
@@ -305,21 +391,27 @@ class _Comparison:
                         yield found
                     advance(first.size * first.dtype.itemsize if first else 0)
 
-    def _values(self) -> Iterator[Difference]:
-        mine, theirs = self.first.documents(), self.second.documents()
+    def _values(self, one: _Side, other: _Side) -> Iterator[Difference]:
+        mine, theirs = one.documents(), other.documents()
         for name in sorted(mine.keys() | theirs.keys()):
             first, second = mine.get(name), theirs.get(name)
-            if first is None or second is None or first.blocks != second.blocks:
-                yield from self._in_document(name, first, second)
+            is_asked_for = name == STATE or self.part is None
+            if is_asked_for and (first is None or second is None or first.blocks != second.blocks):
+                yield from self._in_document(one.values(first, self.part), other.values(second, self.part))
 
-    def _in_document(self, name: str, first: FileRecord | None, second: FileRecord | None) -> Iterator[Difference]:
-        if name != STATE and self.part is not None:
-            return
-        flat = [self.first.values(first, self.part), self.second.values(second, self.part)]
+    def _in_document(self, *flat: dict[str, Any]) -> Iterator[Difference]:
         for path in dict.fromkeys([*flat[0], *flat[1]]):
             here, there = flat[0].get(path, ABSENT), flat[1].get(path, ABSENT)
             if here != there:
                 yield Difference(name=path, first=_short(here), second=_short(there))
+
+
+def _require(side: _Side | _LiveSide | _FileSide, part: str) -> None:
+    if isinstance(side, _LiveSide) or (isinstance(side, _Side) and side.manifest is None):
+        return  # whatever is asked of it, it says what it has
+    if part not in side.parts():
+        known = ", ".join(side.parts()) or "none with tensors"
+        raise MissingError(f"{side.where} has no part {part!r}. It has: {known}.")
 
 
 def _hashes(files: list[FileRecord]) -> list[tuple[str, int, tuple[str, ...]]]:

@@ -16,7 +16,7 @@ from typing import Any
 from ckpt.data.progress import Progress
 from ckpt.errors import CkptError, ConfigError, DamagedError
 from ckpt.export.save_model import ADAPTER_CONFIG, CONFIG, GENERATION, about_model, is_adapter
-from ckpt.export.source import beside, choose_a_checkpoint, open_foreign, open_source
+from ckpt.export.source import beside, open_checkpoint, open_foreign
 from ckpt.formats.checks import damage_reported
 from ckpt.formats.foreign import accelerate, dcp, deepspeed, megatron, torch_files
 from ckpt.formats.foreign.accelerate import in_memory
@@ -34,15 +34,14 @@ from ckpt.formats.registry import (
     MEGATRON,
     OLD_WEIGHTS,
     PEFT,
-    ROOT,
     TORCH,
     TRAINER,
     named,
 )
 from ckpt.load.accelerate import CUSTOM, UNKNOWN_PROGRESS, AccelerateState, ForeignPart, encoded_part, kind_of
 from ckpt.load.reader import CheckpointReader, check_rank_state
-from ckpt.root.catalog import locate, own_key, read_manifest
-from ckpt.root.folder import Folder, Place
+from ckpt.root.catalog import own_key, read_manifest
+from ckpt.root.folder import Folder, OneCheckpoint, Place
 from ckpt.root.signing import BELIEVES_ALL, Trust
 from ckpt.root.verify import size_problems
 from ckpt.state.objects import KINDS, is_part_name
@@ -51,7 +50,7 @@ from ckpt.state.parts import ENGINE
 from ckpt.state.registry import RESERVED
 from ckpt.storage import Storage
 
-_OPTIMIZER = "state of an optimizer"
+_OPTIMIZER = "optimizer state"
 Outcome = tuple[tuple[str, ...], dict[str, str]]  # the parts that were written; what was not, with the reasons
 
 
@@ -127,7 +126,7 @@ class PortableState:
         keys = self.of_kind("model")
         if len(keys) != 1:
             named = f"{len(keys)} models ({', '.join(keys)})" if keys else "no model"
-            raise ConfigError(f"{self.name} has {named}, and this format holds one.")
+            raise ConfigError(f"{self.name} has {named}, but this format needs exactly one.")
         return keys[0]
 
 
@@ -249,33 +248,34 @@ _OWN_PART = "held by single ranks: it is not converted"
 def open_state(
     source: str | os.PathLike[str], format: str | None = None, trust: Trust = BELIEVES_ALL
 ) -> Iterator[PortableState]:
-    """The checkpoint at a path or URL, of any format that is read."""
+    """The checkpoint at a path or URL, of any format that is read; of a root, its newest."""
     place = Place.at(source, format=format)
-    if place.format is ROOT:
-        raise choose_a_checkpoint(place)
-    if place.format is CKPT:
-        with _open_native(source, trust) as found:
+    if place.is_ours:
+        with _open_native(place.checkpoint(trust).tell(), trust) as found:
             yield found
     else:
         trust.refuse_unsigned(os.fspath(source))
-        read = _model_alone if place.format is None else _READERS[place.format.name]
-        yield read(place)
+        yield foreign_state(place)
+
+
+def foreign_state(place: Place) -> PortableState:
+    """What another tool has saved."""
+    return (_model_alone if place.format is None else _READERS[place.format.name])(place)
 
 
 @contextmanager
-def _open_native(source: str | os.PathLike[str], trust: Trust) -> Iterator[PortableState]:
-    """The one checkpoint at a path or URL, verified, and locked while it is read."""
-    with _locked_checkpoint(source, trust) as (storage, manifest), ExitStack() as opened:
+def _open_native(checkpoint: OneCheckpoint, trust: Trust) -> Iterator[PortableState]:
+    """A checkpoint of ours, verified, and locked while it is read."""
+    with _locked_checkpoint(checkpoint, trust) as (storage, manifest), ExitStack() as opened:
         told = replace(trust, keys=()) if not manifest.is_authentic else trust  # the warning was given
         reader = CheckpointReader(storage, manifest, 0)
-        where = f"{storage.url.rstrip('/')}/{manifest.name}"
         skipped = {key: _ENGINE for key in reader.parts if key.partition(".")[0] == ENGINE}
         parts: dict[str, ForeignPart] = {}
         about: dict[str, Mapping[str, Any]] = {}
         for key, part in reader.parts.items():
             if key not in skipped:
                 has = reader.has_tensors(key)
-                tensors = opened.enter_context(open_source(where, key, trust=told)).tensors if has else {}
+                tensors = opened.enter_context(open_checkpoint(checkpoint, key, told)).tensors if has else {}
                 parts[key] = ForeignPart(part["state"], tensors)
                 if kind_of(key) == "model" and part.get("about"):  # an optimizer has one of its own
                     about[key] = part["about"]
@@ -309,9 +309,9 @@ def _of_single_ranks(reader: CheckpointReader, storage: Storage, manifest: Manif
 
 
 @contextmanager
-def _locked_checkpoint(source: str | os.PathLike[str], trust: Trust) -> Iterator[tuple[Storage, Manifest]]:
-    """The storage and the manifest of the one checkpoint at a path or URL, whose files are all there."""
-    storage, (name,) = locate(source)
+def _locked_checkpoint(checkpoint: OneCheckpoint, trust: Trust) -> Iterator[tuple[Storage, Manifest]]:
+    """The root and the manifest of a checkpoint whose files are all there."""
+    storage, name = checkpoint.root, checkpoint.name
     with storage.lock(name, shared=True):  # retention of a running job must not remove what is being read
         manifest = trust.accepted(read_manifest(storage, name))
         wrong = size_problems(storage, manifest)
@@ -406,7 +406,7 @@ def _from_dcp(place: Place) -> PortableState:
     folder = place.folder
     tree = _dcp_tree(folder)
     if not isinstance(tree, dict):
-        raise ConfigError(f"{folder.where} holds a {type(tree).__name__}, and no state of a training.")
+        raise ConfigError(f"{folder.where} has a {type(tree).__name__}, not the state of a training run.")
     return _from_saved_dict(sorted_out(_outermost(tree), folder.where, DCP.name), folder.name, DCP.tool)
 
 
@@ -450,7 +450,7 @@ def _from_saved_dict(saved: SavedDict, name: str, tool: str) -> PortableState:
 def _generators(saved: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The states of generators as ckpt writes them into one file: NumPy's as a list of numbers."""
     found: dict[str, Any] = in_memory(dict(saved))
-    with damage_reported(where, "states of random generators"):
+    with damage_reported(where, "file of random generator states"):
         if isinstance(found.get("numpy"), dict):
             import numpy as np
 

@@ -19,7 +19,7 @@ from ckpt.root.lock import lock_root
 from ckpt.root.retention import Keep
 from ckpt.root.verify import size_problems, without_other_hosts
 from ckpt.storage import Entry, Staging, Storage, Unfinished, open_storage
-from ckpt.util.console import format_duration
+from ckpt.util.console import format_duration, format_size, html_table
 from ckpt.util.option_values import is_number, said, settings
 
 GRACE = 24 * 3600.0  # seconds
@@ -27,16 +27,16 @@ GRACE = 24 * 3600.0  # seconds
 
 @dataclass(frozen=True, kw_only=True)
 class Pruned:
-    """What `prune` removed, or would remove, and what it kept.
+    """Lists what `prune` removed, or would remove, and what it kept.
 
     Attributes:
-        url: The root.
-        removed: Checkpoints, with their bytes.
-        swept: Leftovers, with their bytes: names of checkpoints whose saves were interrupted, or keys of unfinished
-            writes.
-        kept: Checkpoints.
-        damaged: Checkpoints, with the reason.
-        spared: Leftovers that were kept, with the reason.
+        url: The URL or path of the root.
+        removed: The removed checkpoints, with their bytes.
+        swept: The removed leftovers, with their bytes: names of checkpoints whose saves were interrupted, or keys of
+            unfinished writes.
+        kept: The checkpoints that stay.
+        damaged: The damaged checkpoints, with the reason.
+        spared: The leftovers that stay, with the reason.
     """
 
     url: str
@@ -51,6 +51,21 @@ class Pruned:
         """Bytes of all that is removed. Files that checkpoints share on a disk are freed with the last of these."""
         return sum(self.removed.values()) + sum(self.swept.values())
 
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """What is done with each checkpoint and leftover, its name, the bytes that are removed, and why."""
+        rows = [("remove", name, format_size(count), "") for name, count in self.removed.items()]
+        rows += [
+            ("sweep", name, format_size(count), "left by a save that was cut off") for name, count in self.swept.items()
+        ]
+        rows += [("leave", name, "", why) for name, why in self.spared.items()]
+        rows += [("keep", name, "", "") for name in self.kept if name not in self.damaged]
+        damaged = {name: why for name, why in self.damaged.items() if name not in self.removed}
+        return rows + [("keep", name, "", f"damaged, and not counted: {why}") for name, why in damaged.items()]
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return html_table(self.url, self.rows(), ("", "name", "size", "why"), ("size",))
+
 
 def prune(
     root: str | os.PathLike[str] | Storage,
@@ -61,25 +76,26 @@ def prune(
     dry_run: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Pruned:
-    """Remove the checkpoints that `keep` does not keep, and what crashed saves left.
+    """Remove checkpoints by the rules of `keep`, and the leftovers of crashed saves.
 
-    It always keeps the newest intact checkpoint, and any that is being read. It never touches what a save under way
-    writes or replaces. If a run uses the root meanwhile, it keeps leftovers; the next start of a run removes them.
+    `prune` always keeps the newest intact checkpoint, and any that a process reads. `prune` never touches the files
+    that a save under way writes or replaces. If a run uses the root at the same time, `prune` leaves leftovers to the
+    next run.
 
     Args:
         root: A path, a URL or a storage.
         keep: Rules for which checkpoints to keep; None keeps all.
-        grace: Keep leftovers younger than this many seconds.
-        verify: Read every byte of the newest before removing anything; otherwise compare only sizes.
-        dry_run: Remove nothing.
+        grace: Keep leftovers that are younger than this many seconds.
+        verify: Before removing anything, read every byte of the newest checkpoint; False compares only sizes.
+        dry_run: Remove nothing, and return what `prune` would remove.
         storage_options: As for the manager.
 
     Returns:
-        What was removed, or would be, and what was kept and why.
+        What `prune` removed, or would remove, and what it kept and why.
 
     Raises:
-        MissingError: There is nothing at the root.
-        StorageError: The newest checkpoint can't be read. Nothing was removed.
+        MissingError: The root does not exist.
+        StorageError: ckpt can't read the newest checkpoint. Nothing was removed.
         MetricError: No checkpoint has the metric of `keep`. Nothing was removed.
     """
     _refuse_nonsense(keep, grace)
@@ -125,7 +141,7 @@ class Plan:
             swept={leftover.name: leftover.size for leftover in old},
             kept=tuple(summary.name for summary in committed if summary not in going),
             damaged={name: why for name, why in damaged.items() if name not in {left.name for left in leftovers}},
-            spared={left.name: f"was left {format_duration(left.age)} ago" for left in leftovers if left.age < grace},
+            spared={left.name: _too_young(left, grace) for left in leftovers if left.age < grace},
         )
         return cls(storage, grace, going, old, outcome)
 
@@ -219,8 +235,8 @@ def _damage(storage: Storage, name: str) -> list[str]:
     found = verifying.verify_checkpoint(storage, name)
     if found.error is not None:
         raise type(found.error)(
-            f"{name} cannot be read: {found.error} It may well be intact, so nothing was removed. Try again "
-            "when it can be read."
+            f"ckpt can't read {name}: {found.error} The checkpoint may well be intact, so nothing was removed. Try "
+            "again later."
         ) from found.error
     return list(found.problems)
 
@@ -233,6 +249,10 @@ class Leftover:
     size: int
     age: float
     marked: bool = False
+
+
+def _too_young(left: Leftover, grace: float) -> str:
+    return f"was left {format_duration(left.age)} ago, which is less than {format_duration(grace)}"
 
 
 def _leftovers(storage: Storage, entries: list[Entry]) -> list[Leftover]:

@@ -8,6 +8,7 @@ again. Imports no torch, for the command line.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -17,10 +18,12 @@ from urllib.parse import quote
 
 from ckpt.errors import CheckpointError, ConfigError, DamagedError, MissingError, TransientError
 from ckpt.export.folders import atomic_folder
+from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
+from ckpt.formats.registry import INDEX_SUFFIX
 from ckpt.root import catalog, deletion
 from ckpt.root.catalog import read_marker
-from ckpt.root.folder import Folder, open_url
+from ckpt.root.folder import Folder, open_url, single_file
 from ckpt.root.mirror import Copies
 from ckpt.root.signing import BELIEVES_ALL, KeySource, Trust, open_trust
 from ckpt.root.verify import WINDOW, reading, verify_checkpoint
@@ -56,12 +59,16 @@ def transfer(
     """
     own_options = options if "://" in os.fspath(source) else None
     target = open_url(destination, _target_options(destination, own_options, options, token))
+    alone = single_file(source, own_options) if step is None else None
+    if alone is not None:
+        trust.refuse_unsigned(os.fspath(source))
+        return _copy_folder(_with_shards(*alone), destination, target, over=over)
     origin, names, pointed_at = catalog.resolve(source, own_options)
     if not names and step is None:
         if isinstance(target, Staging):
             raise ConfigError(
-                f"{os.fspath(source)} has no checkpoints, and {target.url} takes no copies of other files: publish a "
-                "model there with 'ckpt push'."
+                f"{os.fspath(source)} has no checkpoints, and ckpt does not copy other files to {target.url}. Publish "
+                "a model there with 'ckpt push'."
             )
         trust.refuse_unsigned(os.fspath(source))
         return _copy_folder(Folder.at(source, options), destination, target, over=over)
@@ -77,11 +84,20 @@ def transfer(
             names = [found.name for found in catalog.scan(origin)]  # retention may have replaced them by newer ones
     if not copied:
         gone = (
-            f"{selected[0].name} was removed from there while it was to be copied" if selected else "none was committed"
+            f"another process removed {selected[0].name} before ckpt could copy it"
+            if selected
+            else "none was committed"
         )
-        raise MissingError(f"there is no checkpoint to copy in {origin.url}: {gone}.")
+        raise MissingError(f"{origin.url} has no checkpoint to copy: {gone}.")
     say(f"copied {', '.join(copied)} to {target.url}")
     return f"{target.url.rstrip('/')}/{copied[0]}" if len(names) == 1 or step is not None else target.url
+
+
+def _with_shards(folder: Folder, file: str) -> Folder:
+    """The folder with this file alone; of an index, with its shards too."""
+    shard = re.compile(re.escape(file.removesuffix(f"{SUFFIX}{INDEX_SUFFIX}")) + rf"-\d+-of-\d+{re.escape(SUFFIX)}")
+    found = {path: size for path, size in folder.files.items() if path == file or shard.fullmatch(path)}
+    return replace(folder, files=found)
 
 
 def _target_options(destination: Place, of_source: Options, options: Options, token: str | None) -> Options:
@@ -95,14 +111,14 @@ def _target_options(destination: Place, of_source: Options, options: Options, to
 
 
 def _select(storage: Storage, names: list[str], step: int | None) -> list[Manifest]:
-    """The checkpoints to copy, the oldest first. Of two of a step the newer: it was saved at the end of the epoch."""
+    """The checkpoints to copy, the oldest first. Of two of a step, the newer."""
     found = [catalog.find(storage, name) for name in names]
     if step is not None:
         of_step = [checkpoint for checkpoint in found if checkpoint.step == step]
         if not of_step:
             committed = [checkpoint for checkpoint in found if checkpoint.committed]
             known = ", ".join(f"{checkpoint.name} (step {checkpoint.step})" for checkpoint in committed) or "none"
-            raise MissingError(f"{storage.url} has no checkpoint of step {step}. There are: {known}.")
+            raise MissingError(f"{storage.url} has no checkpoint of step {step}. It has: {known}.")
         found = of_step[:1]
     if len(found) == 1 and found[0].problem is not None and not isinstance(found[0].problem, MissingError):
         raise found[0].problem
@@ -122,13 +138,13 @@ def _copy_intact(copies: Copies, manifests: list[Manifest], trust: Trust, shown:
                 if _copied(copies, name, trust):
                     copied.append(name)
                 else:
-                    say(f"{name} is not copied: it was removed from {shown} meanwhile")
+                    say(f"skipped {name}: another process has removed it from {shown} in the meantime")
             except DamagedError as error:
                 deletion.remove_uncommitted(copies.target, name)
                 damaged.append(one_line(str(error)))
                 kind = type(error)
     if damaged:
-        raise kind(f"not all of {shown} was copied: {' '.join(damaged)}")
+        raise kind(f"ckpt could not copy all of {shown}: {' '.join(damaged)}")
     return copied
 
 
@@ -151,7 +167,7 @@ def _verify_copy(target: Storage, name: str, trust: Trust) -> None:
     """Read a signed copy of which a part was there before: it may have been altered since."""
     found = verify_checkpoint(target, name, trust)
     if found.is_fault:
-        raise DamagedError(f"{target.url}/{name}, which was there before, is damaged: {'; '.join(found.problems)}.")
+        raise DamagedError(f"an earlier copy, {target.url}/{name}, is damaged: {'; '.join(found.problems)}.")
 
 
 def _has_begun(target: Storage, manifest: Manifest) -> bool:
@@ -176,8 +192,8 @@ def _refuse_other_files(target: Storage, manifest: Manifest) -> None:
     """Refuse a folder with files that are no copy: those of the same name and size would count as copied."""
     if any(True for _ in target.list(manifest.name)):
         raise ConfigError(
-            f"{target.url}/{manifest.name} has files that are no copy of this checkpoint. Remove them, or choose "
-            "another destination."
+            f"{target.url}/{manifest.name} has files that do not belong to this checkpoint. Remove the files, or "
+            "choose another destination."
         )
 
 
@@ -190,7 +206,8 @@ def _copy_folder(folder: Folder, destination: Place, target: Storage, *, over: b
             _copy_plain_files(folder, LocalStorage(new))
     else:
         _copy_plain_files(folder, target)
-    say(f"copied {len(folder.files)} files to {target.url}; there was no manifest to verify them by")
+    files = "1 file" if len(folder.files) == 1 else f"{len(folder.files)} files"
+    say(f"copied {files} to {target.url}, without verifying: there was no manifest")
     return target.url
 
 
@@ -225,18 +242,18 @@ def pull(
     verify_key: KeySource | None = None,
     require_signed: bool | str = False,
 ) -> str:
-    """Copy a repository, or what is at a URL or in a folder, to another place.
+    """Copy a checkpoint, a root, a folder or a repository of the Hub to another place.
 
-    A checkpoint becomes a folder below `destination`, from which a run can resume. It appears when it is complete and
-    matches its hashes. If a copy was interrupted, the next one continues it. ckpt copies other files as they are. It
-    needs little memory.
+    A checkpoint becomes a folder below `destination`, and a run can resume from it. The folder appears when the copy is
+    complete and matches its hashes. If a copy was interrupted, the next one continues it. ckpt copies other files
+    unchanged. `pull` needs little memory.
 
-    Files of the Hub come through Hugging Face's cache: ckpt does not fetch cached ones again, and uses them if it can't
-    reach the Hub.
+    ckpt reads the Hub through Hugging Face's cache. ckpt does not fetch cached files again, and uses the cache alone if
+    it can't reach the Hub.
 
     Args:
-        source: `user/repo`, unless that is a folder here; `hub://user/repo@revision/path`; any other path or URL. A
-            checkpoint, or a root.
+        source: `user/repo`, unless that is a folder here; `hub://user/repo@revision/path`; any other path or URL: of
+            a checkpoint, a root with all its checkpoints, another folder, or a file.
         destination: A path or URL. Other files there stay.
         step: From a root, copy only the checkpoint of this step; None: all.
         revision: A branch, tag or commit on the Hub.
@@ -249,8 +266,8 @@ def pull(
         The URL of the copy.
 
     Raises:
-        MissingError: There is nothing to copy, or no such step.
-        DamagedError: Some of it does not match its hashes, there or here.
+        MissingError: The source has nothing to copy, or no such step.
+        DamagedError: Some files do not match their hashes, in the source or in the copy.
         LockedError: A run is writing to the destination.
     """
     trust = open_trust(verify_key, required=require_signed)
@@ -317,7 +334,7 @@ def _with_revision(repo_id: str, revision: str | None) -> str:
 def _checkpoint(repo: HubRepo, top: str, step: int, offline: TransientError | None) -> Path:
     """The checkpoint of a step in the cache, found by its manifest, whatever its folder is named.
 
-    Of two of a step, the newer: it was saved at the end of the epoch.
+    Of two of a step, the newer.
     """
     folder = fetched(repo, [f"{top}*{FILE_NAME}"], offline)
     found = {path.parent: _manifest(path) for path in sorted((folder / top).rglob(f"*/{FILE_NAME}"))}
@@ -325,7 +342,7 @@ def _checkpoint(repo: HubRepo, top: str, step: int, offline: TransientError | No
     if not of_step:
         there = {path.relative_to(folder).as_posix(): manifest.step for path, manifest in found.items() if manifest}
         known = ", ".join(f"{name} (step {number})" for name, number in there.items()) or "none"
-        raise MissingError(f"{repo.url} has no checkpoint of step {step}. There are: {known}.")
+        raise MissingError(f"{repo.url} has no checkpoint of step {step}. It has: {known}.")
     chosen = max(of_step, key=lambda path: (of_step[path].sequence, of_step[path].created))
     return fetched(repo, [f"{chosen.relative_to(folder).as_posix()}/*"], offline) / chosen.relative_to(folder)
 

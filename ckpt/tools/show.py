@@ -13,15 +13,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
-from ckpt.errors import AbsentError, CkptError, DamagedError, MissingError
+from ckpt.errors import AbsentError, CkptError
 from ckpt.formats.checks import damage_reported
 from ckpt.formats.native.header import SUFFIX, Outline, outlines
 from ckpt.formats.native.manifest import STATE, FileRecord, Manifest
-from ckpt.formats.registry import foreign_hint
+from ckpt.formats.registry import CKPT, ROOT
 from ckpt.root import catalog
 from ckpt.root.catalog import part_of
+from ckpt.root.folder import Place, missing_files
 from ckpt.root.signing import BELIEVES_ALL, Trust
-from ckpt.root.verify import VerifiedFile, files_on_other_hosts, reader_threads, size_problems, without_other_hosts
+from ckpt.root.verify import VerifiedFile, files_on_other_hosts, reader_threads
 from ckpt.storage import Storage
 from ckpt.util.checked_json import Rule, broken_rules, is_count, is_list, is_mapping, is_text, joined, parse_json
 from ckpt.util.threads import in_parallel
@@ -67,6 +68,10 @@ class CheckpointSummary:
     skipped: Mapping[str, str] = field(default_factory=dict)
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # by file, the host that has it instead of this one
 
+    @property
+    def files(self) -> dict[str, int]:
+        return {file.path: file.size for file in self.manifest.files}
+
     def to_json(self, *, tensors: bool = False) -> dict[str, Any]:
         """The summary as plain JSON. Metrics that are not finite are text: JSON has no numbers for them."""
         manifest = self.manifest
@@ -75,7 +80,7 @@ class CheckpointSummary:
             "url": self.url,
             "step": manifest.step,
             "size": manifest.size,
-            "files": [{"path": file.path, "size": file.size} for file in manifest.files],
+            "files": [{"path": path, "size": size} for path, size in self.files.items()],
             "metrics": {
                 name: value if math.isfinite(value) else str(value) for name, value in manifest.metrics.items()
             },
@@ -88,6 +93,23 @@ class CheckpointSummary:
         return fields
 
 
+@dataclass(frozen=True)
+class ForeignSummary:
+    """What another tool has saved: its parts and files, and what ckpt does not read of it, with the reasons."""
+
+    url: str
+    tool: str
+    parts: tuple[PartSummary, ...]
+    files: Mapping[str, int]
+    progress: Mapping[str, int]
+    not_read: Mapping[str, str]
+
+    def to_json(self, *, tensors: bool = False) -> dict[str, Any]:
+        files = [{"path": path, "size": size} for path, size in self.files.items()]
+        parts = {part.key: _part_to_json(part, tensors=tensors) for part in self.parts}
+        return {**vars(self), "files": files, "parts": parts}
+
+
 def _part_to_json(part: PartSummary, *, tensors: bool) -> dict[str, Any]:
     listed = {name: {"dtype": tensor.dtype, "shape": list(tensor.shape)} for name, tensor in part.tensors.items()}
     about = {"class": part.kind, "tensors": len(listed), "elements": part.elements, "dtypes": part.dtypes}
@@ -96,33 +118,41 @@ def _part_to_json(part: PartSummary, *, tensors: bool) -> dict[str, Any]:
 
 def summarize(
     url: str | os.PathLike[str], options: Mapping[str, Any] | None = None, trust: Trust = BELIEVES_ALL
-) -> CheckpointSummary:
-    """Summarize the checkpoint at a URL, or the newest checkpoint of a root whose files have their sizes."""
-    storage, names = catalog.locate(url, options)
-    if not names:
-        raise MissingError(
-            f"there are no checkpoints in {storage.url}.{foreign_hint([entry.key for entry in storage.list()])}"
-        )
-    skipped: dict[str, str] = {}
-    for name in names:
-        try:
-            wrong = _missing(storage, trust.checked(catalog.read_manifest(storage, name)))
-        except DamagedError as error:
-            wrong = [str(error)]
-        if not wrong:
-            return replace(_summarize(storage, name, trust), skipped=skipped)
-        skipped[name] = "; ".join(wrong)
-    return replace(_summarize(storage, names[0], trust), skipped={name: skipped[name] for name in names[1:]})
+) -> CheckpointSummary | ForeignSummary:
+    """Summarize what is at a URL; of a root, its newest checkpoint whose files have their sizes."""
+    place = Place.at(url, options, prefers=(CKPT, ROOT))
+    if not place.is_ours:
+        trust.refuse_unsigned(os.fspath(url))
+        return _summarize_foreign(place)
+    found = place.checkpoint(trust)
+    return replace(_summarize(found.root, found.name, trust), skipped=found.skipped)
 
 
-def _missing(storage: Storage, manifest: Manifest) -> list[str]:
-    return size_problems(storage, without_other_hosts(storage, manifest))
+def _summarize_foreign(place: Place) -> ForeignSummary:
+    from ckpt.formats.foreign.hf_safetensors import same_place  # torch, which other commands start without
+    from ckpt.formats.native.tensor_file import dtype_name
+    from ckpt.formats.pieces import PiecedTensor
+    from ckpt.tools.portable_state import foreign_state
+
+    state = foreign_state(place)
+    parts = []
+    for key, part in state.parts.items():
+        tied = same_place({name: tensor for name, tensor in part.tensors.items() if isinstance(tensor, PiecedTensor)})
+        about = {name: part.about(name) for name in part.tensors}
+        tensors = {
+            name: Outline(dtype_name(dtype), tuple(shape), tied=name in tied) for name, (dtype, shape) in about.items()
+        }
+        parts.append(PartSummary(key, "", tensors, state.size(key)))
+    files = {place.file: place.folder.files[place.file]} if place.file else dict(place.folder.files)
+    progress = {name: count for name, count in state.progress.to_json().items() if count}
+    tool = place.format.tool if place.format is not None else "another tool"
+    return ForeignSummary(place.source, tool, tuple(parts), files, progress, dict(state.skipped))
 
 
 def _summarize(storage: Storage, name: str, trust: Trust) -> CheckpointSummary:
     with storage.lock(name, shared=True):  # retention of a running job must not remove what is being read
         manifest = trust.accepted(catalog.read_manifest(storage, name))
-        problems = _missing(storage, manifest)
+        problems = missing_files(storage, manifest)
         parts = _Contents(storage, manifest, problems).parts()
     known = {other.manifest.id: other.name for other in catalog.scan(storage) if other.manifest is not None}
     parent = known.get(manifest.parent or "")
@@ -166,7 +196,7 @@ class _Contents:
     ) -> PartSummary:
         if "spread" in stated:
             where = f"{self.manifest.name}: {key}"
-            tensors = self._try_read(lambda: _sharded_outlines(stated["spread"]), where, "table of shards") or {}
+            tensors = self._try_read(lambda: _sharded_outlines(stated["spread"]), where, "shard table") or {}
         else:
             tensors = {name: outline for file in files for name, outline in headers.get(file.name, {}).items()}
         return PartSummary(key, str(stated.get("class", "")), tensors, sum(file.size for file in files))
@@ -212,7 +242,7 @@ def _sharded_outlines(table: Mapping[str, Any]) -> dict[str, Outline]:
     rows = {name: (dtype, shape) for name, (dtype, shape, *_) in table["tensors"].items()}
     wrong = [name for name, (dtype, shape) in rows.items() if not is_text(dtype) or not is_list(is_count)(shape)]
     if wrong:
-        raise ValueError(f"it has no dtype or no shape of {', '.join(wrong[:8])}")
+        raise ValueError(f"these tensors have no dtype or no shape: {', '.join(wrong[:8])}")
     found = {name: Outline(dtype, tuple(shape)) for name, (dtype, shape) in rows.items()}
     tied = {alias: replace(found[name], tied=True) for alias, name in table["aliases"].items()}
     return {**found, **tied}

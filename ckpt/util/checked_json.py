@@ -25,11 +25,11 @@ def parse_json(data: bytes) -> Any:
     try:
         return json.loads(data.decode(), parse_constant=_refuse_constant)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("the JSON is nested too deeply") from None
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,10 @@ import io
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime, timezone
 from html import escape
 
@@ -31,7 +33,7 @@ _UNITS = (
     ("s", 0, 1),
 )  # name, used from so many seconds, seconds of the unit
 _log = logging.getLogger("ckpt")
-PROGRESS_MIN_BYTES = 256_000_000  # less is done before a bar could be read
+_BAR_AFTER = 1.0  # seconds: a bar for less would only flicker
 
 
 def say(text: str) -> None:
@@ -39,22 +41,124 @@ def say(text: str) -> None:
     _log.info("%s", text)
 
 
+def say_how_to_see_more() -> None:
+    """On our own console only: a script that has set up logging, or a level, knows how."""
+    if _log.level == logging.INFO:
+        for console in (handler for handler in _log.handlers if isinstance(handler, ConsoleHandler)):
+            console.handle(logging.makeLogRecord({"msg": _SEE_MORE, "levelno": logging.INFO}))
+
+
 @contextmanager
 def progress_bar(
-    label: str, total: float, *, in_bytes: bool = False, show: bool = True
+    label: str, total: float | None, *, in_bytes: bool = False, show: bool | Callable[[], bool] = True
 ) -> Iterator[Callable[[float], None]]:
-    """Show a progress bar and yield the function that advances it. Without a terminal nothing is shown."""
-    if not show or not sys.stderr.isatty():
+    """Yield the function that advances a progress bar, which appears on a terminal if the work takes over a second.
+
+    Without a total, the bar shows that something goes on, and for how long. `show` may be a function, for work that
+    somebody may begin to wait for later.
+    """
+    if show is False or not _is_terminal():
         yield lambda amount: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    bar = _Bar(shown(label), total, in_bytes, show if callable(show) else lambda: True)
+    try:
+        yield bar.advance
+    finally:
+        bar.close()
 
-    count = DownloadColumn() if in_bytes else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), count, TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(shown(label), total=total)
-        yield lambda amount: progress.advance(task, amount)
+
+_STEP = 16 << 20  # bytes: a whole file may be one piece
+
+
+def counted(pieces: Iterable[memoryview], advance: Callable[[int], None]) -> Iterator[memoryview]:
+    """The pieces, the large ones in several, and how many bytes of them were taken."""
+    for piece in pieces:
+        for start in range(0, len(piece), _STEP):
+            yield piece[start : start + _STEP]
+            advance(min(_STEP, len(piece) - start))
+
+
+class _Bar:
+    """A bar of rich, drawn by a timer or by what advances it. Both may be in any thread."""
+
+    def __init__(self, label: str, total: float | None, in_bytes: bool, show: Callable[[], bool]) -> None:
+        self._label, self._total, self._in_bytes, self._show = label, total, in_bytes, show
+        self._done = 0.0
+        self._due = time.monotonic() + _BAR_AFTER
+        self._lock = threading.Lock()
+        self._drawn = ExitStack()
+        self._update: Callable[[float], None] | None = None
+        self._is_closed = False
+        self._timer = threading.Timer(_BAR_AFTER, self._draw)
+        if show():
+            self._timer.daemon = True
+            self._timer.start()
+
+    def advance(self, amount: float) -> None:
+        with self._lock:
+            done = self._done + amount
+            self._done = done if self._total is None else min(self._total, done)  # it may be sent again, and counted
+            if self._update is not None:
+                self._update(self._done)
+        if self._update is None and time.monotonic() > self._due:
+            self._draw()
+
+    def close(self) -> None:
+        self._timer.cancel()
+        with self._lock:
+            self._is_closed = True
+            self._drawn.close()
+
+    def _draw(self) -> None:
+        with self._lock:
+            if self._update is not None or self._is_closed or not self._show():
+                return
+            self._drawn.enter_context(_without_bars_of_tqdm())
+            self._update = self._drawn.enter_context(self._of_rich())
+
+    @contextmanager
+    def _of_rich(self) -> Iterator[Callable[[float], None]]:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+        from rich.table import Column
+
+        console = Console(stderr=True)
+        # one row, as those of a wrapped bar would stay: of 80 columns, 48 are for the bar, the count and the time
+        column = Column(no_wrap=True, overflow="ellipsis", max_width=max(8, console.width - 48))
+        label = TextColumn("{task.description}", markup=False, table_column=column)
+        bar = BarColumn(24 if console.width >= 80 else 6)
+        count = DownloadColumn() if self._in_bytes else MofNCompleteColumn()
+        how_far = (TimeElapsedColumn(),) if self._total is None else (count, TimeRemainingColumn())
+        to_terminal = sys.stdout is not None and sys.stdout.isatty()  # or what is printed to a file would miss it
+        with Progress(label, bar, *how_far, console=console, transient=True, redirect_stdout=to_terminal) as progress:
+            task = progress.add_task(self._label, total=self._total, completed=int(self._done))
+            yield lambda done: progress.update(task, completed=done)
+
+
+def _is_terminal() -> bool:
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):  # none, or closed
+        return False
+
+
+@contextmanager
+def _without_bars_of_tqdm() -> Iterator[None]:
+    """Clear the bars of tqdm, and draw them again afterwards: what is written meanwhile would stand in their lines."""
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    with ExitStack() as cleared:
+        if tqdm is not None:
+            with suppress(Exception):  # another thread may begin a bar now
+                cleared.enter_context(tqdm.external_write_mode(file=sys.stderr, nolock=True))
+        yield
 
 
 def format_size(count: float) -> str:
@@ -106,6 +210,7 @@ _LEVELS = {
     "quiet": logging.CRITICAL + 1,
 }
 _VARIABLE = "CKPT_LOG"
+_SEE_MORE = f"{_VARIABLE}=debug shows more, {_VARIABLE}=warning less."
 _STANDARD_STREAMS = (1, 2)
 
 
@@ -121,7 +226,7 @@ class ConsoleHandler(logging.Handler):
             return
         label = f"ckpt {record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         # a closed standard error is no error of the training; logging's own `handleError` would write there again
-        with suppress(Exception):
+        with suppress(Exception), _without_bars_of_tqdm():
             print(f"{label}{record.getMessage()}", file=sys.stderr, flush=True)
 
     def _others(self) -> list[logging.Handler]:

@@ -1,10 +1,12 @@
-"""What a local path lies on: the type of its filesystem, and how many names a file has."""
+"""Local files: made durable, the type of the filesystem that a path lies on, and how many names a file has."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from ckpt.errors import ConfigError
@@ -12,6 +14,21 @@ from ckpt.errors import ConfigError
 _NETWORK = re.compile(r"nfs4?|lustre|cifs|smb\w*|fuse(\..*)?|ceph|gpfs|beegfs\w*|9p|virtiofs|afs|glusterfs|wekafs")
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 _MOUNTS = Path("/proc/self/mountinfo")
+
+_FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
+
+
+def sync(descriptor: int) -> None:
+    """Return when the disk has the bytes of an open file, or the names in an open folder.
+
+    On macOS `fsync` stops at the disk's own cache, which a power loss empties: `F_FULLFSYNC` goes on from there. Some
+    filesystems refuse that, those of a network for instance; they get `fsync`.
+    """
+    if _FULL_SYNC is not None:
+        with suppress(OSError):
+            fcntl.fcntl(descriptor, _FULL_SYNC)
+            return
+    os.fsync(descriptor)
 
 
 def is_on_network(path: str, mounts: Path = _MOUNTS) -> bool:
@@ -50,9 +67,7 @@ def expand_home(path: str) -> str:
         return path
     expanded = os.path.expanduser(path)
     if expanded == path:
-        raise ConfigError(
-            f"{path}: there is no user {first[1:]!r} with a home folder. Write ./{path} for a plain name."
-        )
+        raise ConfigError(f"{path}: no user {first[1:]!r} has a home folder. If it is a plain name, write ./{path}.")
     return expanded
 
 

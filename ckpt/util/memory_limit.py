@@ -6,6 +6,7 @@ is available, less a reserve for training.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -36,6 +37,10 @@ def available(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
 
 
 def _of_the_machine(proc: Path) -> int:
+    if sys.platform != "linux":
+        import psutil
+
+        return int(psutil.virtual_memory().available)
     _, found, rest = _read(f"{proc}/meminfo").partition("MemAvailable:")
     return int(rest.split(maxsplit=1)[0]) * 1024 if found else 0
 

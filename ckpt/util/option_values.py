@@ -183,7 +183,7 @@ def path_text(value: Any, what: str) -> str:
 def settings(value: Any) -> dict[str, Any]:
     """The options of a storage, as keywords; none is an empty dict."""
     if value is not None and not is_settings(value):
-        raise ConfigError(f"storage_options must be a dict of what the storage of a URL takes, not {kind_of(value)}.")
+        raise ConfigError(f"storage_options must be a dict of options for the storage of a URL, not {kind_of(value)}.")
     return dict(value or {})
 
 

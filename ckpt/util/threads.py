@@ -35,16 +35,28 @@ def is_identity(value: Any) -> bool:
 
 def process_identity(process: int) -> Identity:
     """Identity of a process in this PID namespace, unique across reboots and reuse of process ids."""
-    return [boot_id(), os.stat("/proc/self/ns/pid").st_ino, process, start_time(process)]
+    namespace = os.stat("/proc/self/ns/pid").st_ino if sys.platform == "linux" else 0
+    return [boot_id(), namespace, process, start_time(process)]
 
 
 def boot_id() -> str:
     """The identity of this boot of the machine."""
+    if sys.platform != "linux":
+        import psutil
+
+        return f"{int(psutil.boot_time())}"
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def start_time(process: int) -> str | None:
     """When a process started, in clock ticks since boot. None if it has ended, also if it is still a zombie."""
+    if sys.platform != "linux":
+        import psutil
+
+        with suppress(psutil.Error):
+            found = psutil.Process(process)
+            return None if found.status() == psutil.STATUS_ZOMBIE else f"{found.create_time()}"
+        return None
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -66,8 +78,8 @@ class OwnerProcess:
         """Raise in a forked child: the call would wait for threads that it does not have, or write without lock."""
         if not self.is_here:
             raise ConfigError(
-                f"{call}: this StateManager belongs to process {self.process}, and this is process {os.getpid()}, a "
-                "fork of it. Nothing was done. Build a StateManager in the child, with a root of its own."
+                f"{call}: this StateManager belongs to process {self.process}, but this is a fork, process "
+                f"{os.getpid()}. ckpt did nothing. Build another StateManager in the child, with its own root."
             )
 
 
@@ -89,8 +101,8 @@ class NotCopyableError(ConfigError, TypeError):
 def refuse_copy(self: object) -> NoReturn:
     """The `__reduce__` of what holds locks, threads and live objects."""
     raise NotCopyableError(
-        f"a {type(self).__name__} can be neither copied nor pickled: it holds its root. Keep it out of what is copied "
-        "or sent to other processes, and build one where it is needed."
+        f"you can't copy or pickle a {type(self).__name__}, because it holds its root. Keep the manager out of objects "
+        "that you copy or send to other processes, and build one where you need it."
     )
 
 
@@ -199,7 +211,7 @@ class Worker:
             self.wait()
 
     def close(self) -> None:
-        """Wait for the call, and end the thread. Raises nothing: `wait` raises the error."""
+        """Wait for the call, and end the thread. If the call failed, only `wait` raises its error."""
         self._wait()
         thread, self._thread = self._thread, None
         if thread is not None:

@@ -111,7 +111,7 @@ class AccelerateCheckpoint:
     def _named(self, tensors: Any, path: str) -> dict[str, Any]:
         """A model's tensors by bare names. Accelerate saves models without DDP, so `module.` is part of a name."""
         if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
-            raise DamagedError(f"{self.folder.where}/{path} is not the state of a model.")
+            raise DamagedError(f"{self.folder.where}/{path} does not hold the state of a model.")
         bare = unwrapped(tensors, outside=False)
         return {bare[name]: tensor for name, tensor in tensors.items()}
 
@@ -157,8 +157,8 @@ def _check(folder: FolderReader, found: Mapping[str, Mapping[int, list[str]]]) -
         foreign = [path for path in folder.files if pattern.fullmatch(path)]
         if foreign:
             raise ConfigError(
-                f"{folder.where}/{foreign[0]} {why}, which ckpt does not read. Load it with Accelerate, and save it "
-                "with ckpt, or as SHARDED_STATE_DICT."
+                f"{folder.where}/{foreign[0]} {why}, which ckpt can't read. Load the checkpoint with Accelerate, then "
+                "save it with ckpt or as SHARDED_STATE_DICT."
             )
     in_folders = any("/" in path for paths in found["model"].values() for path in paths)  # these say it themselves
     if not found[_RANDOM] and not in_folders:
@@ -168,7 +168,9 @@ def _check(folder: FolderReader, found: Mapping[str, Mapping[int, list[str]]]) -
 
 
 def _cut_off(folder: FolderReader) -> DamagedError:
-    return DamagedError(f"{folder.where}/{_RANDOM}_0.pkl is missing. It is written last: this save was cut off.")
+    return DamagedError(
+        f"{folder.where}/{_RANDOM}_0.pkl is missing. Accelerate writes this file last, so the save was cut off."
+    )
 
 
 def _check_numbers(where: str, kind: str, numbered: Mapping[int, list[str]]) -> None:
@@ -176,13 +178,14 @@ def _check_numbers(where: str, kind: str, numbered: Mapping[int, list[str]]) -> 
     if missing and kind not in _SPARSE:
         there = ", ".join(paths[0] for paths in numbered.values())
         raise DamagedError(
-            f"{where} is damaged: of its {kind} files number {', '.join(map(str, missing))} is missing; there are "
-            f"{there}. Copy the files of every rank there."
+            f"{where} is damaged: {there} is there, but {kind} number {', '.join(map(str, missing))} is missing. Copy "
+            "the files of every rank there."
         )
     for paths in numbered.values():
         if len({path.partition("/")[0] for path in paths}) > 1:
             raise ConfigError(
-                f"{where} holds {' and '.join(sorted(paths))}, of two saves: remove what is not to be read."
+                f"{where} has files of two saves: {' and '.join(sorted(paths))}. Remove the one that you don't want to "
+                "read."
             )
 
 
@@ -219,11 +222,11 @@ class TrainerFolder:
     def progress(self) -> tuple[int, float]:
         """The steps and the epochs that were done."""
         data = self._folder.opened(TRAINER_STATE).read(0, min(self._folder.files[TRAINER_STATE], _LARGEST_STATE))
-        with damage_reported(self._where(TRAINER_STATE), "state of the Trainer"):
+        with damage_reported(self._where(TRAINER_STATE), "Trainer state file"):
             found = json.loads(data)
             steps, epochs = int(found["global_step"]), float(found["epoch"] or 0)
             if steps < 0 or not math.isfinite(epochs) or epochs < 0:
-                raise ValueError(f"{steps} steps and {epochs} epochs cannot have been done")
+                raise ValueError(f"no training has {steps} steps and {epochs} epochs")
             return steps, epochs
 
     def generators(self, rank: int) -> dict[str, Any] | None:
@@ -232,10 +235,10 @@ class TrainerFolder:
             return None
         ranks = [number for number, _ in self._rng]
         if ranks != list(range(len(ranks))):
-            raise DamagedError(f"{self._folder.where} is damaged: of its rng_state files there are only {ranks}.")
+            raise DamagedError(f"{self._folder.where} is damaged: only ranks {ranks} have an rng_state file.")
         path = self._rng[rank][1]
         states: Mapping[str, Any] = in_memory(self._values(path))
-        with damage_reported(self._where(path), "states of random generators"):
+        with damage_reported(self._where(path), "file of random generator states"):
             found = {"python": states["python"], "torch": states["cpu"], "numpy": _numpy_state(states["numpy"])}
         devices = {device: states[device] for device in RNG_DEVICES if device in states}
         return found | {

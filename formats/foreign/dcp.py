@@ -84,7 +84,7 @@ class StoredTensor:
         region = find_tensor(opened(chunk.path), chunk.start, chunk.length, file)
         if (region.dtype, region.sizes) != (self.dtype, chunk.box.sizes):
             claimed, found = _dtype_and_shape(self.dtype, chunk.box.sizes), _dtype_and_shape(region.dtype, region.sizes)
-            raise DamagedError(f"{file} does not go with {METADATA}: {name} is {found} there, not {claimed}.")
+            raise DamagedError(f"{file} does not match {METADATA}: its {name} is {found}, not {claimed}.")
         return Piece(chunk.box, region)
 
 
@@ -128,7 +128,7 @@ class Contents:
         """Refuse a folder that has the same bytes of its files as many tensors: together they could fill any memory."""
         claimed = sum(chunk.length for tensor in self.tensors.values() for chunk in tensor.chunks)
         if claimed > _MOST_TIES * sum(self.needed_files().values()):
-            raise ValueError(f"its tensors have {claimed} bytes, and its files have not")
+            raise ValueError(f"its tensors claim {claimed} bytes, far more than the files have")
 
     def tree(self, opened: Callable[[str], ByteReader], where: str) -> Any:
         """The nested state dict, with `PiecedTensor`s that have not been read."""
@@ -145,7 +145,7 @@ _Stored = TypeVar("_Stored", StoredTensor, StoredValue)
 def _of_part(stored: Mapping[str, _Stored], part: str) -> dict[str, _Stored]:
     found = [(".".join(map(str, below)), item) for item in stored.values() if (below := _below(item.keys, part))]
     if len({name for name, _ in found}) != len(found):
-        raise DamagedError(f"{METADATA} has several values of the same name below {part}.")
+        raise DamagedError(f"{METADATA} gives several values of {part} the same name.")
     return dict(found)
 
 
@@ -188,17 +188,17 @@ def contents_of(folder: FolderReader) -> Contents:
     where = f"{folder.where}/{METADATA}"
     if METADATA not in folder.files:
         raise DamagedError(
-            f"{where} is missing, which says what is in the {SUFFIX} files. It is written last: this save was cut "
-            "off. Take an older checkpoint."
+            f"{where} is missing. PyTorch writes this file last, after the {SUFFIX} files, so the save was cut off. "
+            "Load an older checkpoint."
         )
     if folder.files[METADATA] > _LARGEST_METADATA:
-        raise DamagedError(f"{where} is larger than any: {folder.files[METADATA]} bytes.")
+        raise DamagedError(f"{where} is too large to be real: {folder.files[METADATA]} bytes.")
     return read_metadata(folder.opened(METADATA).read(0, folder.files[METADATA]), where)
 
 
 def read_metadata(data: bytes, where: str) -> Contents:
     """The contents of a DCP folder. `where` names the file in errors."""
-    with damage_reported(where, f"metadata of {_HOME}"):
+    with damage_reported(where, f"metadata file of {_HOME}"):
         contents = _contents(read_pickle(data, _ALLOWED, where).state)
         contents.check_lengths()
         return contents
@@ -221,7 +221,9 @@ def _contents(state: Mapping[str, Any]) -> Contents:
 
 def _checked_keys(keys: tuple[Any, ...]) -> Keys:
     if len(keys) > DEEPEST or any(type(key) not in (int, str) for key in keys):
-        raise ValueError(f"{len(keys)} keys, of types {sorted({type(key).__name__ for key in keys})}, are no path")
+        raise ValueError(
+            f"a value has a path of {len(keys)} keys of types {sorted({type(key).__name__ for key in keys})}"
+        )
     return tuple(keys)
 
 
@@ -243,7 +245,10 @@ def _chunk(box: Box, info: Mapping[str, Any]) -> Chunk:
 def _place(info: Mapping[str, Any]) -> tuple[str, int, int]:
     """A file, and the start and length of a range in it."""
     if info.get("transform_descriptors"):
-        raise ValueError(f"{info['relative_path']} is transformed by {info['transform_descriptors']}; only plain ones")
+        raise ValueError(
+            f"{info['relative_path']} was written through {info['transform_descriptors']}, but ckpt reads only plain "
+            "files"
+        )
     start, length = checked_sizes((info["offset"], info["length"]))
     return of_type(str, info["relative_path"]), start, length
 
@@ -269,7 +274,7 @@ def _values(storage: Mapping[Described, Described]) -> dict[str, Mapping[str, An
 
 def _sizes(size: Described) -> Sizes:
     if size.name != _SIZE:
-        raise ValueError(f"{size.name} is in the place of a size")
+        raise ValueError(f"expected a size, found {size.name}")
     return checked_shape(size.arguments[0])
 
 

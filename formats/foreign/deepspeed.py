@@ -87,10 +87,10 @@ class Flat:
         """Flat tensors one behind the other."""
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) > 1 or any(len(tensor.shape) != 1 for tensor in tensors):
-            raise ValueError("its partitions are not flat, or not of one dtype")
+            raise ValueError("ZeRO's partitions are not flat, or have several dtypes")
         regions = [piece.region for tensor in tensors for piece in tensor.pieces]
         if any(region.strides != (1,) for region in regions):
-            raise ValueError("its partitions are not contiguous")
+            raise ValueError("ZeRO's partitions are not contiguous")
         stretches = (Stretch(region.reader, region.start, region.nbytes) for region in regions)
         return cls(JoinedReader(stretches), dtypes.pop() if dtypes else torch.float32)
 
@@ -129,7 +129,7 @@ def by_group(
             at = first * flat.dtype.itemsize
             yield name, tensor_at(flat.reader, f"{where}: group {number}", flat.dtype, at, shape)
         if stop > flat.count or _aligned(start, len(ranks)) != _aligned(flat.count, len(ranks)):
-            raise ValueError(f"group {number} has {flat.count} elements, and its parameters {start}")
+            raise ValueError(f"parameter group {number} has {flat.count} elements, but its parameters have {start}")
 
 
 def _aligned(count: int, world_size: int) -> int:
@@ -144,7 +144,7 @@ def by_parameter(
     flats = [Flat.joined(partitions) for partitions in ranks]
     shares = [share_of(math.prod(shape), len(ranks)) for shapes in groups for shape in shapes.values()]
     if {flat.count for flat in flats} != {sum(shares)} or len({flat.dtype for flat in flats}) > 1:
-        raise ValueError(f"ranks have {[flat.count for flat in flats]} elements, and their shares are {sum(shares)}")
+        raise ValueError(f"ranks have {[flat.count for flat in flats]} elements, but each should have {sum(shares)}")
     start = 0
     for name, shape in ((name, shape) for shapes in groups for name, shape in shapes.items()):
         yield name, from_shares(flats, start, shape, f"{where}: {name}")
@@ -210,12 +210,14 @@ class ModelStates:
     @classmethod
     def described(cls, found: Any) -> ModelStates:
         if any(found.get(key) for key in _EXPERTS):
-            raise UnsupportedError("the checkpoint has experts that DeepSpeed has divided, which ckpt does not read.")
+            raise UnsupportedError(
+                "DeepSpeed has divided the experts of this checkpoint over ranks, which ckpt can't read."
+            )
         module = {name: value for name, value in found["module"].items() if isinstance(value, PiecedTensor)}
         groups = tuple(_shapes(group) for group in found.get("param_shapes") or ())
         names = [name for group in groups for name in group]
         if len(set(names)) != len(names):
-            raise ValueError("a parameter is in several of its groups")
+            raise ValueError("a parameter is in several parameter groups")
         return cls(
             module=module,
             buffers=tuple(name for name in found.get("buffer_names") or () if name in module),
@@ -278,7 +280,7 @@ def _plain(value: Any) -> Any:
 
 def tensor_in(value: Any) -> PiecedTensor:
     if not isinstance(value, PiecedTensor):
-        raise ValueError(f"a {type(value).__name__} is in the place of a tensor")
+        raise ValueError(f"expected a tensor, found a {type(value).__name__}")
     return value
 
 
@@ -290,7 +292,7 @@ def master_weight(found: Any, shape: Sizes | None, where: str) -> PiecedTensor:
             return tensor
         flat = Flat.joined([tensor])
         if tensor.size != math.prod(shape):
-            raise ValueError(f"{tensor.size} elements are none of shape {list(shape)}")
+            raise ValueError(f"{tensor.size} elements don't make a tensor of shape {list(shape)}")
         return tensor_at(flat.reader, where, flat.dtype, 0, shape)
 
 
@@ -302,7 +304,7 @@ def widened(tensor: PiecedTensor) -> PiecedTensor:
 _FILE = re.compile(r"zero/(?P<name>[^/]+)/(?P<key>[^/]+)\.pt")
 _COMMON = "zero/optimizer_state.pt"
 _MASTER_KEYS, _STEP = "fp32", "step"
-_WAY_OUT = "For the model alone, see ckpt.merge."
+_WAY_OUT = "To read only the model, use ckpt.merge."
 
 States = dict[str, dict[str, Any]]  # by parameter name
 
@@ -332,7 +334,7 @@ def _require_equal_keys(inner: Sequence[Mapping[str, Any]], count: int) -> None:
     kept = [{number: set(found) for number, found in states["state"].items() if found} for states in inner]
     for rank, keys in enumerate(kept):
         if keys != kept[0] or not keys.keys() <= set(range(count)):
-            raise ValueError(f"the optimizer of rank {rank} keeps {keys}, and that of rank 0 {kept[0]}")
+            raise ValueError(f"rank {rank}'s optimizer has the state {keys}, but rank 0's has {kept[0]}")
 
 
 def _cut(
@@ -351,8 +353,9 @@ def _require_by_element(key: str, held: Sequence[Any], masters: Sequence[PiecedT
     for value, master in zip(held, masters, strict=True):
         if len(tensor_in(value).shape) != 1 or value.shape[0] < master.shape[0]:
             raise UnsupportedError(
-                f"{where}: {key} of the optimizer is not kept by element ({list(value.shape)} for "
-                f"{list(master.shape)}), so that it cannot be divided by parameter. {_WAY_OUT}"
+                f"{where}: the optimizer's {key} does not have one value per element (it has shape "
+                f"{list(value.shape)}, the weights {list(master.shape)}), so ckpt can't divide it by parameter. "
+                f"{_WAY_OUT}"
             )
 
 
@@ -388,11 +391,8 @@ def undivided(found: Any, where: str) -> dict[str, Any] | None:
 def _torch_state(found: Any, where: str) -> Mapping[str, Any]:
     if isinstance(found, dict) and {"state", "param_groups"} <= found.keys():
         return found
-    kind = "elastic checkpoints" if isinstance(found, list) else "an optimizer in a form of its own"
-    raise UnsupportedError(
-        f"{where} has {kind} of DeepSpeed, which ckpt does not read: there is no 'state' with 'param_groups'. "
-        f"{_WAY_OUT}"
-    )
+    kind = "an elastic checkpoint" if isinstance(found, list) else "an optimizer in DeepSpeed's own format"
+    raise UnsupportedError(f"{where} has {kind}, without 'state' and 'param_groups', so ckpt can't read it. {_WAY_OUT}")
 
 
 def _groups_of(listed: Sequence[Mapping[str, Any]], count: int, where: str) -> list[int]:
@@ -400,7 +400,7 @@ def _groups_of(listed: Sequence[Mapping[str, Any]], count: int, where: str) -> l
     found = [(number, index) for number, group in enumerate(listed) for index in group["params"]]
     if [index for _, index in found] != list(range(count)):
         raise UnsupportedError(
-            f"{where} has an optimizer of {len(found)} partitions, and {count} groups of parameters: it does not say "
+            f"{where} has {len(found)} partitions of an optimizer for {count} parameter groups, so ckpt can't tell "
             f"which belong together. {_WAY_OUT}"
         )
     return [number for number, _ in found]
@@ -445,7 +445,7 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d{1,9})_)?mp_rank_(?P<part>\d\d(
 _ZERO = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>\d{1,9})_mp_rank_(?P<part>\d\d(?:_\d{3})?)_optim_states\.pt")
 _MASTER = re.compile(r"zero/(?P<name>[^/]+)/fp32\.pt")
 _LAYERS = re.compile(r"layer_\d.*-?model_states\.pt|expp_rank_.*\.pt")
-_WHAT = "checkpoint of DeepSpeed"
+_WHAT = "DeepSpeed checkpoint"
 
 
 def save_in(folder: FolderReader) -> FolderReader:
@@ -457,7 +457,7 @@ def save_in(folder: FolderReader) -> FolderReader:
     found = folder.below(f"{tag}/")
     if not tag or not is_engine_save(found.files):
         raise MissingError(
-            f"{folder.where}/{pointer} names {tag!r}, and no such save of DeepSpeed is there. Name the folder of one."
+            f"{folder.where}/{pointer} names {tag!r}, but DeepSpeed saved nothing there. Give the folder of one save."
         )
     return found
 
@@ -515,7 +515,7 @@ class SavedEngine:
         found |= {name: found[first] for name, first in states.shared.items() if first in found}
         missing = [name for name in states.module if name not in found]
         if missing:
-            raise DamagedError(f"{self.folder.where} is incomplete: it lacks {', '.join(missing[:_FEW])}.")
+            raise DamagedError(f"{self.folder.where} is incomplete. Missing: {', '.join(missing[:_FEW])}.")
         return found
 
     def _whole(self) -> Mapping[str, PiecedTensor]:
@@ -529,8 +529,8 @@ class SavedEngine:
         if layers or parts != {"00"}:
             why = layers or f"mp_rank_{max(parts)}"
             raise UnsupportedError(
-                f"{self.folder.where} was written by DeepSpeed with pipeline, tensor or expert parallelism ({why}), "
-                "which ckpt does not read. Load it with DeepSpeed, and save the model with its save_16bit_model()."
+                f"DeepSpeed wrote {self.folder.where} with pipeline, tensor or expert parallelism ({why}), which ckpt "
+                "can't read. Load it with DeepSpeed, and save the model with its save_16bit_model()."
             )
 
     @cached_property
@@ -545,8 +545,9 @@ class SavedEngine:
         missing = [rank for rank in range(len(found)) if rank not in found]
         if missing or len(found) != len(matches):
             raise DamagedError(
-                f"{self.folder.where} is damaged: of {len(found)} ranks that have files such as {matches[0].string}, "
-                f"rank {', '.join(map(str, missing[:_FEW])) or 0} has none, or two. Copy all files of one save there."
+                f"{self.folder.where} is damaged: it should have one file such as {matches[0].string} for each of "
+                f"{len(found)} ranks, but rank {', '.join(map(str, missing[:_FEW])) or 0} has none, or two. Copy all "
+                "files of one save there."
             )
         return [found[rank] for rank in range(len(found))]
 
@@ -574,8 +575,8 @@ class SavedEngine:
         if {states.world_size for states in ranks} != {len(ranks)} or len({states.stage for states in ranks}) > 1:
             wrote = ranks[0].world_size if ranks else "several"
             raise DamagedError(
-                f"{self.folder.where} has the *_optim_states.pt of {len(ranks)} ranks, and {wrote} wrote it. They hold "
-                "the master weights: copy all files of one save there."
+                f"{self.folder.where} has the *_optim_states.pt of {len(ranks)} ranks, but {wrote} ranks wrote it. "
+                "These files hold the master weights: copy all files of one save there."
             )
         return ranks
 
@@ -587,7 +588,9 @@ class SavedEngine:
         if ranks[0].stage == 3:
             return by_parameter(groups, partitions, where)
         if {len(found) for found in partitions} != {len(groups)}:
-            raise ValueError(f"{len(groups)} groups of parameters are not the {len(partitions[0])} that were divided")
+            raise ValueError(
+                f"the save has partitions of {len(partitions[0])} parameter groups, but describes {len(groups)} groups"
+            )
         return by_group(groups, partitions, ranks[0].paddings, where)
 
     def _frozen(self) -> Iterator[tuple[str, PiecedTensor]]:
@@ -603,5 +606,7 @@ def _joined(held: list[PiecedTensor], shape: Sizes, where: str) -> PiecedTensor:
     flats = [Flat.joined([share]) for share in held]
     share = share_of(math.prod(shape), len(held))
     if {flat.count for flat in flats} != {share} or len({flat.dtype for flat in flats}) > 1:
-        raise ValueError(f"{[flat.count for flat in flats]} elements are no shares of {list(shape)}")
+        raise ValueError(
+            f"the ranks' shares of {[flat.count for flat in flats]} elements don't make a tensor of shape {list(shape)}"
+        )
     return from_shares(flats, 0, shape, where)

@@ -137,8 +137,8 @@ def _header(shard: Mapping[str, CastTensor], tied: Mapping[str, str]) -> bytes:
 def _spelling(name: str, dtype: torch.dtype) -> str:
     if dtype not in tensor_file.SPELLED:
         raise ConfigError(
-            f"{name} has dtype {tensor_file.dtype_name(dtype)}, which safetensors has no word for. "
-            f"Choose another with dtype=, if it is of floating point: {floating_names()}."
+            f"{name} has dtype {tensor_file.dtype_name(dtype)}, which safetensors files can't hold. "
+            f"For a floating point tensor, choose another dtype with dtype=: {floating_names()}."
         )
     return tensor_file.SPELLED[dtype]
 
@@ -154,7 +154,7 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """The dtype to cast to, by its name."""
     found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), None)
     if found not in tensor_file.SPELLED or not found.is_floating_point:
-        raise ConfigError(f"dtype={dtype!r} is none that a model can be cast to. Choose one of {floating_names()}.")
+        raise ConfigError(f"can't cast a model to dtype={dtype!r}. Choose one of {floating_names()}.")
     return found
 
 
@@ -171,7 +171,7 @@ def read_weight_map(data: bytes, where: str) -> dict[str, str]:
     with damage_reported(where, "index of safetensors files"):
         found = parsed(data)["weight_map"]
         if not all(isinstance(path, str) for path in found.values()):
-            raise ValueError("a file in it has no name")
+            raise ValueError("the index lists a file without a name")
         return dict(found)
 
 
@@ -181,11 +181,11 @@ def tensors_at(folder: FolderReader, *paths: str) -> dict[str, PiecedTensor]:
     if paths[0].endswith(INDEX_SUFFIX):
         where = f"{folder.where}/{paths[0]}"
         if folder.files[paths[0]] > _LARGEST_INDEX:
-            raise DamagedError(f"{where} is damaged: it has more than {_LARGEST_INDEX} bytes.")
+            raise DamagedError(f"{where} is damaged: it is larger than {_LARGEST_INDEX} bytes.")
         weight_map = read_weight_map(folder.opened(paths[0]).read(0, folder.files[paths[0]]), where)
         paths = tuple(sorted(set(weight_map.values())))
         if missing := [path for path in paths if path not in folder.files]:
-            raise DamagedError(f"{where} names files that are not there: {', '.join(missing)}. Copy all of them there.")
+            raise DamagedError(f"{where} names files that are missing: {', '.join(missing)}. Copy all files there.")
     files = {path: TensorFile.open(folder.opened(path), f"{folder.where}/{path}", folder.files[path]) for path in paths}
     return tensors_of(files, weight_map, folder.where)
 
@@ -195,7 +195,7 @@ def tensors_of(files: Mapping[str, TensorFile], weight_map: Mapping[str, str], w
     absent = [name for name, path in weight_map.items() if path not in files or name not in files[path]]
     if absent:
         listed = ", ".join(f"{name} in {weight_map[name]}" for name in absent[:_FEW])
-        raise DamagedError(f"{where} is damaged: its index names tensors that are not there: {listed}.")
+        raise DamagedError(f"{where} is damaged: its index names tensors that its files lack: {listed}.")
     named = {name: files[path] for name, path in weight_map.items()}
     tensors = pieced(files.values(), lambda file, name: named.get(name, file) is file)
     check_complete(tensors, where)
@@ -204,8 +204,8 @@ def tensors_of(files: Mapping[str, TensorFile], weight_map: Mapping[str, str], w
     ]
     if doubled:
         raise DamagedError(
-            f"{where} has these tensors in several files, and no index says which of them counts: "
-            f"{', '.join(sorted(doubled)[:_FEW])}. Remove the files that are not of this model."
+            f"{where} has several files with the same tensors, and no index says which file counts: "
+            f"{', '.join(sorted(doubled)[:_FEW])}. Remove the files that don't belong to this model."
         )
     return tensors
 

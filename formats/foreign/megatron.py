@@ -55,8 +55,8 @@ def save_in(folder: FolderReader) -> FolderReader:
     found = folder.below(f"{name}/")
     if not name or COMMON not in found.files:
         raise MissingError(
-            f"{folder.where}/{_TRACKER} says {told!r}, and there is no such save of Megatron-Core with {COMMON}. Name "
-            "the folder of one."
+            f"{folder.where}/{_TRACKER} names {told!r}, but there is no Megatron-Core save with {COMMON} there. Give "
+            "the folder of one save."
         )
     return found
 
@@ -83,7 +83,7 @@ class MegatronSave:
         """The tensors of the model, with every layer by itself, or those of the optimizer, as they are stored."""
         if part not in self.parts:
             known = ", ".join(self.parts) or "none"
-            raise MissingError(f"{self.folder.where} has no tensors of a part {part!r}. Parts with tensors: {known}.")
+            raise MissingError(f"{self.folder.where} has no part {part!r} with tensors. Parts with tensors: {known}.")
         of_model = part == "model"
         chosen = {
             name: tensor
@@ -128,25 +128,26 @@ class MegatronSave:
 def _common(folder: FolderReader) -> dict[Any, Any]:
     found = read_file(folder, COMMON, NamesOf("megatron."))
     if not isinstance(found, dict):
-        raise DamagedError(f"{folder.where}/{COMMON} holds no state by name.")
+        raise DamagedError(f"{folder.where}/{COMMON} does not hold a dict of named state.")
     return found
 
 
 def _check_backend(folder: FolderReader) -> None:
     if CONFIG not in folder.files:
         raise DamagedError(
-            f"{folder.where}/{CONFIG} is missing. Megatron-Core writes it last: this save was cut off. Take another."
+            f"{folder.where}/{CONFIG} is missing. Megatron-Core writes this file last, so the save was cut off. Use "
+            "another."
         )
     where = f"{folder.where}/{CONFIG}"
     try:
         found = parse_json(folder.opened(CONFIG).read(0, min(folder.files[CONFIG], _LARGEST_CONFIG)))
         backend = found["sharded_backend"]
     except (ValueError, TypeError, KeyError) as error:
-        raise DamagedError(f"{where} does not say how tensors are stored: {error}.") from error
+        raise DamagedError(f"{where} does not say how the tensors are stored: {error}.") from error
     if backend != BACKEND:
         raise UnsupportedError(
-            f"{folder.where} was written by Megatron-Core as {backend!r}, but ckpt reads only {BACKEND!r}. Load it "
-            f"there, and save it with --ckpt-format {BACKEND}."
+            f"Megatron-Core wrote {folder.where} as {backend!r}, but ckpt reads only {BACKEND!r}. Load it with "
+            f"Megatron-Core, and save it with --ckpt-format {BACKEND}."
         )
 
 
@@ -157,7 +158,7 @@ def _by_layer(stored: Mapping[str, PiecedTensor], where: str) -> dict[str, Piece
         match = _STACKED.fullmatch(name)
         layers = dict(_layers(match, tensor)) if match and is_stacked(tensor) else {name: tensor}
         if twice := found.keys() & layers.keys():
-            raise DamagedError(f"{where} has {min(twice)} twice: in a stack of layers, and by itself.")
+            raise DamagedError(f"{where} has {min(twice)} twice: once in a stack of layers, and once alone.")
         found |= layers
     return found
 

@@ -161,7 +161,7 @@ def _check_distinct(bare: dict[str, str]) -> None:
         wrapped[stripped].append(name)
     doubled = [" and ".join(names) for names in wrapped.values() if len(names) > 1]
     if doubled:
-        raise ConfigError(f"without the prefixes of wrappers these are the same name: {'; '.join(doubled)}.")
+        raise ConfigError(f"some names are the same once ckpt removes the prefixes of wrappers: {'; '.join(doubled)}.")
 
 
 RNG = "rng"
@@ -194,20 +194,20 @@ class SavedDict:
 def read_file(reader: ByteReader, length: int, where: str) -> SavedDict:
     """What `torch.save`, or Lightning, wrote to a file. Tensors are `PiecedTensor`s, which are not read yet."""
     if not length:
-        raise DamagedError(f"{where} is empty: it has 0 bytes.")
+        raise DamagedError(f"the file {where} is empty.")
     if reader.read(0, min(length, len(_LEGACY))) == _LEGACY:
         raise ConfigError(
-            f"{where} is in the form that torch.save had before PyTorch 1.6, which is not read. With PyTorch, load it "
-            "with torch.load and save it again with torch.save."
+            f"{where} has the format that torch.save used before PyTorch 1.6, which ckpt can't read. Load it with "
+            "torch.load, and save it again with torch.save."
         )
     found = read_values(reader, 0, length, where, EVERY_NAME)
     if isinstance(found, Described):
         raise ConfigError(
-            f"{where} holds an object of {found.name}, which only the code it came from can read. Save "
-            "its state_dict() instead."
+            f"{where} holds a {found.name} object, which only the code that wrote it can read. Save the "
+            "object's state_dict() instead."
         )
     if not isinstance(found, dict):
-        raise ConfigError(f"{where} holds {_described(found)}, and no state of a training.")
+        raise ConfigError(f"{where} holds {_described(found)}, not the state of a training run.")
     return sorted_out(found, where)
 
 
@@ -215,7 +215,7 @@ def sorted_out(found: Mapping[Any, Any], where: str, origin: str = TORCH.name) -
     """What a dict holds, by the parts that a manager has."""
     saved = _of_lightning(found) if is_lightning(found) else _of_script(found, origin)
     if not saved.parts:
-        raise ConfigError(f"{where} holds no model: it has {', '.join(map(str, list(found)[:10])) or 'nothing'}.")
+        raise ConfigError(f"{where} holds no model, only {', '.join(map(str, list(found)[:10])) or 'an empty dict'}.")
     return saved
 
 

@@ -57,7 +57,9 @@ def checked_key(key: Any) -> Any:
         return key
     if type(key) is tuple and len(key) <= _LONGEST_KEY and all(map(_is_scalar, key)):
         return key
-    raise ValueError(f"a {type(key).__name__} is a key in it; only numbers, text and tuples of a few of them are")
+    raise ValueError(
+        f"a key of a dict is a {type(key).__name__}, but ckpt reads only numbers, text and short tuples of them"
+    )
 
 
 def _is_scalar(key: Any) -> bool:
@@ -82,7 +84,7 @@ class _Measure:
         if id(value) in self._done:
             return self._done[id(value)]
         if depth > DEEPEST or id(value) in self._enclosing:
-            self._refuse("something that is inside itself, or nested beyond measure")
+            self._refuse("a value that contains itself, or is nested too deeply")
         self._enclosing.add(id(value))
         nodes, levels = _own_nodes(value), 0
         for child in _children(value):
@@ -92,9 +94,9 @@ class _Measure:
                 more, below = self.of(child, depth + 1)
                 nodes, levels = nodes + more, max(levels, 1 + below)
         if levels > DEEPEST:
-            self._refuse("something that is inside itself, or nested beyond measure")
+            self._refuse("a value that contains itself, or is nested too deeply")
         if nodes > self._limit:
-            self._refuse("references to the same objects over and over: more than its bytes can mean")
+            self._refuse("more references to the same objects than a file of its size should")
         self._enclosing.discard(id(value))
         self._done[id(value)] = nodes, levels
         return nodes, levels
@@ -137,7 +139,7 @@ def read_pickle(data: bytes, allowed: Container[str], where: str) -> Any:
 
     However it is gone through, that takes no more than in proportion to its length: see `check_bounds`.
     """
-    with damage_reported(where, "pickle that ckpt reads"):
+    with damage_reported(where, "pickle"):
         found = _Machine(allowed, where).run(data)
         check_bounds(found, len(data), where)
         return found
@@ -158,7 +160,7 @@ class _Machine:
             if opcode.name == "STOP":
                 return self.stack.pop()
             self._follow(opcode.name, argument)
-        raise ValueError("it has no end")
+        raise ValueError("the pickle has no end")
 
     def _follow(self, name: str, argument: Any) -> None:
         if name in _LITERALS:
@@ -174,7 +176,7 @@ class _Machine:
         elif name in _NUMBERED:
             getattr(self, _NUMBERED[name])(argument)
         elif name not in _IGNORED:
-            raise ValueError(f"it uses {name}, which none of its kind needs")
+            raise ValueError(f"the pickle uses the opcode {name}, which saved state never needs")
 
     def _mark(self) -> None:
         self.below.append(self.stack)
@@ -256,8 +258,8 @@ class _Machine:
     def _named(self, name: str) -> Described:
         if name not in self.allowed:
             raise DamagedError(
-                f"{self.where} names {name!r}, which has no place in such a file. It was not executed. "
-                "Do not load this file with anything else unless you trust whoever wrote it."
+                f"{self.where} names {name!r}, which such a file does not need. ckpt did not execute it. "
+                "Don't load this file with anything else unless you trust whoever wrote it."
             )
         return Described(name)
 
@@ -273,7 +275,7 @@ class _Machine:
         if isinstance(self.stack[-1], OrderedDict):
             return  # the `_metadata` of a module's state_dict(): versions of its classes, not state
         if not isinstance(self.stack[-1], Described):
-            raise TypeError(f"it gives a state to {type(self.stack[-1]).__name__}")
+            raise TypeError(f"the pickle sets the state of a {type(self.stack[-1]).__name__}")
         self.stack[-1].state = state
 
     def _binpersid(self) -> None:
@@ -375,10 +377,10 @@ TENSORS = frozenset(
 
 def find_tensor(reader: ByteReader, start: int, length: int, where: str) -> Region:
     """The place of the single tensor that `torch.save` wrote to these bytes of a file. Reads only a few kB."""
-    with open_archive(reader, start, length, where, "no tensor of torch.save") as archive:
+    with open_archive(reader, start, length, where, "no valid tensor of torch.save") as archive:
         region = archive.region(archive.described(TENSORS))
         if region.nbytes > length:
-            raise ValueError(f"{length} bytes do not hold a tensor of {region.nbytes}")
+            raise ValueError(f"{length} bytes can't hold a tensor of {region.nbytes} bytes")
         return region
 
 
@@ -398,8 +400,8 @@ def open_archive(reader: ByteReader, start: int, length: int, where: str, not_fo
         raise
     except Exception as error:  # of zipfile, of zlib, of torch: hostile bytes raise errors of any kind
         cut_off = isinstance(error, zipfile.BadZipFile) and window.begins_an_archive
-        why = "it begins as one, and was cut off" if cut_off else reason(error)
-        raise DamagedError(f"{where} holds {not_found} at byte {start}: {why}.") from error
+        why = "the archive was cut off" if cut_off else reason(error)
+        raise DamagedError(f"{where} has {not_found} at byte {start}: {why}.") from error
 
 
 class TorchArchive:
@@ -413,7 +415,7 @@ class TorchArchive:
         self._room = _ALWAYS + _MOST_TIES * window.length  # bytes that its tensors may have together
         order = f"{self._root}/byteorder"
         if order in archive.namelist() and self._bytes(order) != b"little":
-            raise ValueError("its bytes are in the order of another kind of machine")
+            raise ValueError("the file has another byte order than this machine")
 
     def described(self, allowed: Container[str]) -> Any:
         """What the pickle describes. `allowed` are the names that it may contain."""
@@ -422,7 +424,7 @@ class TorchArchive:
     def _bytes(self, name: str) -> bytes:
         entry = self._archive.getinfo(name)
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > self._window.length:
-            raise ValueError(f"its {name.rpartition('/')[2]} is compressed, and could be of any size")
+            raise ValueError(f"{name.rpartition('/')[2]} in the archive is compressed, so it could unpack to any size")
         return self._archive.read(entry)
 
     def region(self, found: Any) -> Region:
@@ -430,12 +432,12 @@ class TorchArchive:
         saved = _TensorRecord.described(found)
         entry = self._archive.getinfo(f"{self._root}/data/{saved.key}")
         if saved.stop > entry.file_size or entry.compress_type != zipfile.ZIP_STORED:
-            raise ValueError(f"{entry.file_size} bytes, compressed or not, do not hold its tensor of {saved.stop}")
+            raise ValueError(f"a tensor of {saved.stop} bytes can't be in {entry.file_size} bytes, compressed or not")
         data = self._window.start + self._window.data_of(entry.header_offset, entry.file_size)
         region = Region(self._window.reader, self._where, saved.dtype, data + saved.start, saved.sizes, saved.strides)
         self._room -= region.nbytes
         if self._room < 0:
-            raise ValueError(f"its tensors are far larger than its {self._window.length} bytes")
+            raise ValueError(f"its tensors claim far more than the {self._window.length} bytes of the file")
         return region
 
 
@@ -456,10 +458,10 @@ class _TensorRecord:
         if found.name == _TYPED:
             found = _without_attributes(found)
         if found.name not in _REBUILD:
-            raise ValueError(f"it describes {found.name}, not a tensor")
+            raise ValueError(f"the pickle describes {found.name}, not a tensor")
         storage, first, sizes, strides, _, _, *rest = found.arguments
         if storage.name != PERSISTENT:
-            raise ValueError(f"its storage is a {storage.name}")
+            raise ValueError(f"a tensor has {storage.name} as its storage")
         _, kind, key, _, _ = storage.arguments[0]
         dtype = _dtype(kind.name, rest, typed=found.name == _REBUILD[0])
         return cls(str(key), dtype, *_checked(first, sizes, strides))
@@ -476,14 +478,14 @@ class _TensorRecord:
 def _without_attributes(found: Described) -> Described:
     rebuild, kind, arguments, _ = found.arguments
     if kind.name not in _CLASSES:
-        raise ValueError(f"it describes {kind.name}, not a tensor")
+        raise ValueError(f"the pickle describes {kind.name}, not a tensor")
     return Described(rebuild.name, arguments)
 
 
 def _dtype(storage: str, rest: list[Any], *, typed: bool) -> torch.dtype:
     if typed:
         if any(rest):
-            raise ValueError("it is a lazily conjugated or negated tensor")
+            raise ValueError("a tensor is lazily conjugated or negated, and ckpt can't read such tensors")
         return _STORAGES[storage]
     return stored_dtype(rest[0].name)
 
@@ -495,7 +497,7 @@ def stored_dtype(name: str) -> torch.dtype:
 
 def _checked(first: Any, sizes: Any, strides: Any) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     if len(sizes) != len(strides):
-        raise ValueError(f"a tensor of {len(sizes)} sizes and {len(strides)} strides cannot be")
+        raise ValueError(f"a tensor can't have {len(sizes)} sizes and {len(strides)} strides")
     return checked_sizes([first])[0], checked_shape(sizes), checked_sizes(strides)
 
 
@@ -524,7 +526,7 @@ class _FileWindow:
     def seek(self, offset: int, whence: int = 0) -> int:
         self._at = offset + (0, self._at, self.length)[whence]
         if self._at < 0:
-            raise ValueError("it leads before its first byte")
+            raise ValueError("an offset points before the first byte of the file")
         return self._at
 
     def read(self, count: int = -1) -> bytes:
@@ -545,7 +547,7 @@ class _FileWindow:
         name, extra = _LOCAL_HEADER.unpack(self._between(header, header + _LOCAL_HEADER.size))
         data: int = header + _LOCAL_HEADER.size + name + extra
         if data + length > self.length:
-            raise ValueError("it ends too early")
+            raise ValueError("the archive ends in the middle of a file")
         return data
 
 
@@ -557,7 +559,7 @@ _KINDS = "biufcSU"  # of NumPy: numbers and text; never objects
 
 def read_values(reader: ByteReader, start: int, length: int, where: str, allowed: Container[str] | None = None) -> Any:
     """The value that was saved to these bytes of a file. Other names that are `allowed` remain `Described`."""
-    with open_archive(reader, start, length, where, "no plain data of torch.save") as archive:
+    with open_archive(reader, start, length, where, "no valid data of torch.save") as archive:
         return _ValueBuilder(archive).built(archive.described(ALLOWED if allowed is None else allowed))
 
 
@@ -625,14 +627,14 @@ def _named(found: Described) -> Any:
 def _encoded(found: Described) -> bytes:
     text, encoding = (of_type(str, argument) for argument in found.arguments)
     if encoding not in ("latin1", "latin-1"):
-        raise ValueError(f"it encodes bytes as {encoding!r}")
+        raise ValueError(f"the pickle encodes bytes as {encoding!r}")
     return text.encode("latin-1")
 
 
 def _bytes(found: Described) -> Any:
     kinds = [type(argument) for argument in found.arguments]
     if kinds not in ([], [bytes], [str, str]):
-        raise ValueError("it asks for bytes by their number")  # bytes(n) could exhaust the memory
+        raise ValueError("the pickle calls bytes() with a number")  # bytes(n) could exhaust the memory
     data = _encoded(found) if len(kinds) == 2 else b"".join(found.arguments)
     return bytearray(data) if found.name.endswith("bytearray") else data
 
@@ -642,7 +644,7 @@ def _listed(kind: Callable[..., Any]) -> Callable[[Described], Any]:
 
     def build(found: Described) -> Any:
         if any(type(argument) not in (list, tuple, set) for argument in found.arguments):
-            raise ValueError(f"it asks for a {kind.__name__} of what is no list")
+            raise ValueError(f"the pickle makes a {kind.__name__} of something that is not a list")
         return kind(*found.arguments)
 
     return build
@@ -653,7 +655,7 @@ def _array_dtype(found: Described) -> Any:
 
     dtype = np.dtype(of_type(str, found.arguments[0]))
     if dtype.kind not in _KINDS:
-        raise ValueError(f"it has an array of {dtype}, which is more than numbers and text")
+        raise ValueError(f"the pickle has an array of {dtype}, but ckpt reads only arrays of numbers or text")
     order: Any = found.state[1] if found.state else "|"
     return dtype.newbyteorder(order) if order in ("<", ">") else dtype
 

@@ -32,6 +32,7 @@ from ckpt.formats.foreign.accelerate import RNG_DEVICES, in_memory, rng_key
 from ckpt.formats.foreign.hf_safetensors import LiveTensor, StreamedTensor
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.tensors import host_bytes
+from ckpt.util.filesystem import sync
 
 _MEANT = (CkptError, OSError, KeyboardInterrupt)
 
@@ -76,7 +77,7 @@ def write_file(path: str, tree: Any, advance: Callable[[int], None]) -> None:
     with open(path, "x+b") as file, first_error_raised():
         if _has_subclasses(tree):  # which are saved as torch saves them, from memory
             torch.save(in_memory(tree), file)
-            os.fsync(file.fileno())
+            sync(file.fileno())
             return
         skeleton = _Skeleton()
         with skip_data():
@@ -84,7 +85,7 @@ def write_file(path: str, tree: Any, advance: Callable[[int], None]) -> None:
         sums = {name: _fill(file, place, skeleton.tensors[name], advance) for name, place in _places(file)}
         _write_checksums(file, sums)
         file.flush()
-        os.fsync(file.fileno())
+        sync(file.fileno())
 
 
 def _has_subclasses(value: Any) -> bool:
@@ -153,7 +154,7 @@ def _fill(file: IO[bytes], place: tuple[int, int], tensor: StreamedTensor, advan
         checksum, at = zlib.crc32(data, checksum), at + len(data)
         advance(len(data))
     if at != start + length:
-        raise RuntimeError(f"{at - start} bytes of a tensor were written where {length} are needed")
+        raise RuntimeError(f"wrote {at - start} bytes of a tensor instead of {length}")
     return checksum
 
 
@@ -210,7 +211,7 @@ def flattened(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         flattening.set_up_planner(stand_in(tree))
         names, paths = flattening.state_dict, flattening.mappings
     except ValueError as error:  # `a.b` beside a dict `a` with a key `b`
-        raise ConfigError(f"torch.distributed.checkpoint cannot hold this state: {error}.") from error
+        raise ConfigError(f"torch.distributed.checkpoint can't hold this state: {error}.") from error
     found = {name: leaves[id(leaf)][1] if id(leaf) in leaves else leaf for name, leaf in names.items()}
     empty = {".".join(map(str, path)): path for path in _empty_dicts(tree)}  # which DCP itself leaves out
     return found | {name: {} for name in empty}, dict(paths) | empty
@@ -341,7 +342,7 @@ def write_values(path: str, values: Any) -> None:
     with open(path, "xb") as file:
         torch.save(values, file)
         file.flush()
-        os.fsync(file.fileno())
+        sync(file.fileno())
 
 
 def random_states(rng: Mapping[str, Any], step: int) -> dict[str, Any]:

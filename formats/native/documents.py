@@ -105,7 +105,7 @@ def _torch_constant(kind: str) -> Callable[[str], Any]:
     def find(name: str) -> Any:
         found = getattr(torch, name, None)
         if type(found).__name__ != kind:
-            raise DamagedError(f"this torch ({torch.__version__}) has no {kind} {name!r}.")
+            raise DamagedError(f"the installed torch ({torch.__version__}) has no {kind} {name!r}.")
         return found
 
     return find
@@ -184,7 +184,7 @@ def numpy_size(shape: Any, description: Any) -> int:
     """The bytes of an array of that shape and dtype."""
     dtype, count = _numpy_dtype(description), math.prod(checked_shape(shape))
     if not dtype.itemsize and count > _MOST_EMPTY:
-        raise ValueError(f"an array of {count} elements without a byte")
+        raise ValueError(f"an array claims {count} elements of 0 bytes")
     return count * int(dtype.itemsize)
 
 
@@ -193,7 +193,7 @@ def numpy_array(shape: Any, description: Any, data: bytes | memoryview) -> Any:
     import numpy as np
 
     if len(data) != numpy_size(shape, description):
-        raise ValueError(f"{len(data)} bytes don't make an array of {shape} {description}")
+        raise ValueError(f"{len(data)} bytes don't make an array of shape {shape} of {description}")
     array = np.zeros(shape, dtype=_numpy_dtype(description))
     if len(data):
         array.reshape(-1).view(np.uint8)[:] = np.frombuffer(data, dtype=np.uint8)
@@ -228,7 +228,7 @@ def about(tensor: Any) -> tuple[str, Any]:
 
 def check_known(kind: str) -> None:
     if kind not in _KNOWN:
-        raise DamagedError(f"the state holds a tensor of an unknown kind, {kind!r}. Was it written by a newer ckpt?")
+        raise DamagedError(f"the state has a tensor of the unknown kind {kind!r}. Did a newer ckpt write it?")
 
 
 def pack(kind: str, tensors: Mapping[str, torch.Tensor], context: Any) -> Any:
@@ -238,7 +238,7 @@ def pack(kind: str, tensors: Mapping[str, torch.Tensor], context: Any) -> Any:
         subclass = getattr(import_module(kind), _KNOWN[kind])
     except ImportError as error:
         raise UnsupportedError(
-            f"the state holds a {_KNOWN[kind]}, and {kind} is not here: pip install torchao ({error})"
+            f"the state has a {_KNOWN[kind]}, which needs {kind} ({error}): pip install torchao"
         ) from error
     return subclass.__tensor_unflatten__(tensors, context, None, None)
 
@@ -398,7 +398,7 @@ def refuse(problems: Iterable[str]) -> None:
     """Raise one error that lists all values that cannot be stored, if there are any."""
     listed = tuple(problems)
     if listed:
-        head = "nothing was saved, because these values cannot be held in a checkpoint:"
+        head = "nothing was saved, because a checkpoint can't hold these values:"
         advice = "Leave them out of state_dict(), or turn them into numbers, strings, tensors, lists and dicts there."
         raise UnsupportedError(Lines.listing(head, listed, advice), listed)
 
@@ -417,12 +417,12 @@ class Decoder:
     _strided: dict[Any, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def decode(self, data: Any) -> Any:
-        with damage_reported(self.where, "state that ckpt writes"):
+        with damage_reported(self.where, "state document"):
             return self._decode(data, 0)
 
     def _decode(self, data: Any, depth: int) -> Any:
         if depth > _DEEPEST_JSON:
-            raise ValueError("it is nested too deep")
+            raise ValueError("the state is nested too deeply")
         if isinstance(data, list):
             return [item if type(item) in _SCALARS else self._decode(item, depth + 1) for item in data]
         if not isinstance(data, dict):
@@ -450,7 +450,7 @@ class Decoder:
         if tag == "$packed":
             return self._packed(inner, depth)
         if tag not in BY_TAG:
-            raise DamagedError(f"the state holds a value of an unknown kind, {tag!r}. Was it written by a newer ckpt?")
+            raise DamagedError(f"the state has a value of the unknown kind {tag!r}. Did a newer ckpt write it?")
         kind, back = BY_TAG[tag]
         return back(of_type(kind, self._decode(inner, depth)))
 
@@ -480,13 +480,14 @@ class Decoder:
             return numpy_array(inner["shape"], dtype, from_base64(inner["bytes"]))[()]
         tensor = self.tensor(inner["tensor"])
         if tensor.dtype != torch.uint8 or tuple(tensor.shape) != (numpy_size(inner["shape"], dtype),):
-            raise ValueError(f"{tensor.dtype} of shape {list(tensor.shape)} are no array of {inner['shape']} {dtype}")
+            stored = f"{tensor.dtype} of shape {list(tensor.shape)}"
+            raise ValueError(f"{stored} doesn't make an array of shape {inner['shape']} of {dtype}")
         if not isinstance(tensor, torch.Tensor):  # a placeholder, before reading
             return tensor
         return numpy_array(inner["shape"], dtype, host_bytes(tensor.contiguous()))
 
 
-INLINE = "state that ckpt writes"
+INLINE = "state document"
 _PART_FIELDS: dict[str, type[Any]] = {"spread": dict, "differs": dict, "about": dict, "plain": list}
 
 
@@ -551,7 +552,7 @@ def decode_inline(data: Mapping[str, Any], where: str = "the state") -> Any:
 
 def parts_in(document: Any, key: str, where: str) -> dict[str, Any]:
     """The parts below a key of a document, each with all that a reader relies on."""
-    with damage_reported(where, "document that ckpt writes"):
+    with damage_reported(where, "document"):
         parts = of_type(dict, document[key])
         for name, part in parts.items():
             _check_part(name, of_type(dict, part))
@@ -561,11 +562,11 @@ def parts_in(document: Any, key: str, where: str) -> dict[str, Any]:
 def _check_part(name: str, part: dict[str, Any]) -> None:
     """Raise for a part without a state, unless its rank had none, or with fields of other types."""
     if "absent" not in part and ("state" not in part or not isinstance(part.get("class"), str)):
-        raise ValueError(f"{name} has no class or no state")
+        raise ValueError(f"the part {name} has no class or no state")
     for key, kind in _PART_FIELDS.items():
         of_type(kind, part.get(key, kind()))
     if not all(isinstance(tensor, str) for tensor in part.get("plain", ())):
-        raise ValueError(f"{name} has tensors without a name")
+        raise ValueError(f"the part {name} has tensors without a name")
     for ranks in of_type(dict, part.get("differs", {}).get("tensors", {})).values():
         checked_sizes(ranks)
 
@@ -583,7 +584,7 @@ def _tensor_from_json(fields: Mapping[str, Any]) -> torch.Tensor:
         from_base64(fields["bytes"]),
     )
     if math.prod(shape) * dtype.itemsize != len(data):
-        raise ValueError(f"{len(data)} bytes are no {dtype} of shape {list(shape)}")
+        raise ValueError(f"{len(data)} bytes don't make a {dtype} of shape {list(shape)}")
     tensor = torch.empty(shape, dtype=dtype)
     host_bytes(tensor)[:] = data
     return tensor

@@ -50,7 +50,7 @@ _BY_ITEM_SIZE = {
     8: ("U64", "I64", "F64", "C64"),
 }
 ITEM_SIZES = {spelling: size for size, spellings in _BY_ITEM_SIZE.items() for spelling in spellings}
-KIND = "safetensors file that ckpt reads"
+KIND = "safetensors file"
 
 
 class TensorHeader(NamedTuple):
@@ -68,7 +68,7 @@ def to_bytes(tensors: Iterable[TensorHeader], metadata: Mapping[str, str]) -> by
     end = 0
     for name, spelling, shape, nbytes in tensors:
         if name == METADATA:
-            raise UnsupportedError(f"a tensor is called {METADATA!r}, which no safetensors file can hold. Rename it.")
+            raise UnsupportedError(f"a tensor is named {METADATA!r}, which safetensors reserves. Rename it.")
         start, end = end, end + nbytes
         entries[name] = {"dtype": spelling, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -125,7 +125,7 @@ def _data_start(reader: HeaderReader, size: int) -> int:
         raise ValueError(f"it has {size} bytes")
     (length,) = _LENGTH.unpack(reader.read(0, _LENGTH.size))
     if length > min(_HEADER_LIMIT, size - _LENGTH.size):
-        raise ValueError(f"its header claims {length} bytes, of {size} in the file")
+        raise ValueError(f"its header claims {length} bytes, but the file has {size}")
     return int(_LENGTH.size + length)
 
 
@@ -143,7 +143,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _texts(value: Any) -> dict[str, str]:
     if any(not isinstance(text, str) for text in of_type(dict, value).values()):
-        raise ValueError("its metadata is not text")
+        raise ValueError("the metadata in its header is not text")
     return of_type(dict, value)
 
 
@@ -153,9 +153,9 @@ def _extent(name: str, entry: Any, data: int) -> Extent:
     spelling, shape = fields["dtype"], checked_shape(fields["shape"])
     start, stop = checked_sizes(fields["data_offsets"])
     if spelling not in ITEM_SIZES:
-        raise ValueError(f"{name} has an unknown dtype, {spelling!r}")
+        raise ValueError(f"tensor {name} has the unknown dtype {spelling!r}")
     if stop - start != math.prod(shape) * ITEM_SIZES[spelling]:
-        raise ValueError(f"{name}: {stop - start} bytes are no {spelling} of shape {list(shape)}")
+        raise ValueError(f"{name}: {stop - start} bytes don't make a {spelling} of shape {list(shape)}")
     return Extent(spelling, shape, data + start, data + stop)
 
 
@@ -164,10 +164,10 @@ def _check_contiguous(entries: Iterable[Extent], data: int, size: int) -> None:
     at = data
     for start, stop in sorted((entry.start, entry.stop) for entry in entries):
         if start != at:
-            raise ValueError(f"a tensor begins at byte {start}, and the one before it ends at {at}")
+            raise ValueError(f"a tensor begins at byte {start}, but the one before it ends at byte {at}")
         at = stop
     if at != size:
-        raise ValueError(f"its tensors end at byte {at}, and it has {size}")
+        raise ValueError(f"the last tensor ends at byte {at}, but the file has {size} bytes")
 
 
 @dataclass(frozen=True)

@@ -143,9 +143,9 @@ class BlockHasher:
     @property
     def sha256_digests(self) -> tuple[str, ...]:
         """The same in SHA-256; none if it was not asked for."""
-        partial = self._sha256 is not None and self._room < self._block_size
-        last = (self._sha256.hexdigest(),) if partial and self._sha256 is not None else ()
-        return (*self._sha256_done, *last)
+        if self._sha256 is None or self._room == self._block_size:
+            return tuple(self._sha256_done)
+        return (*self._sha256_done, self._sha256.hexdigest())
 
     def _close_block(self) -> None:
         self._done.append(self._open.hexdigest())
@@ -454,7 +454,7 @@ class Manifest:
             _check_version(fields, where)
             _refuse(manifest_problems(fields, BLOCK_SIZE))
         except ValueError as error:
-            raise DamagedError(f"{where} is no manifest of ckpt: {error}.") from error
+            raise DamagedError(f"{where} is not a valid manifest: {error}.") from error
         fields["signature"] = replace(signature, name=fields["name"]) if signature is not None else None
         return cls(**_known(cls, fields))
 
@@ -469,9 +469,9 @@ def _check_version(fields: Mapping[str, Any], where: str) -> None:
     if version > VERSION:
         writer = versions.get("ckpt") if isinstance(versions, dict) else None
         raise VersionError(
-            f"{where} has format version {version}, written by ckpt {writer if _is_version(writer) else '?'}; this "
-            f"ckpt reads up to {VERSION}. Upgrade with 'pip install -U torch-ckpt', or load an older checkpoint by its "
-            "name."
+            f"{where} has format version {version}, written by ckpt {writer if _is_version(writer) else '?'}, but this "
+            f"ckpt reads only up to version {VERSION}. Upgrade with 'pip install -U torch-ckpt', or load an older "
+            "checkpoint by its name."
         )
 
 

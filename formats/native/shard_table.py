@@ -78,14 +78,14 @@ class ShardTable:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], manifest: Manifest | None = None) -> ShardTable:
         """A table in which the shards of every tensor are all of it, and not more than the checkpoint's files hold."""
-        with damage_reported("the shard table of a part", "table that ckpt writes"):
+        with damage_reported("the shard table of a part", "shard table"):
             world_size = manifest.world_size if manifest else None
             layouts = dict(enumerate(layout_from_json(layout, world_size) for layout in fields["layouts"]))
             rows = {name: _spec_from_json(row, layouts) for name, row in fields["tensors"].items()}
             if not all(isinstance(stored, str) for stored in fields["aliases"].values()):
-                raise ValueError("an alias is not a name")
+                raise ValueError("an alias is not text")
             if manifest and sum(spec.shards for spec in rows.values()) * _LEAST_ENTRY > manifest.size + _ALWAYS_READ:
-                raise ValueError("it has more shards than the files of the checkpoint have room for")
+                raise ValueError("the table lists more shards than the checkpoint's files can hold")
             return cls(rows, dict(fields["aliases"]))
 
 
@@ -93,7 +93,7 @@ def _spec_from_json(row: list[Any], layouts: Mapping[int, Layout]) -> ShardSpec:
     dtype, shape, number, copy = row
     spec = ShardSpec(tensor_file.dtype_of(dtype), checked_shape(shape), layouts[number], copy)
     if type(copy) is not int or not EVERY <= copy < spec.layout.copies:
-        raise ValueError(f"there is no copy {copy!r} of {spec.layout.copies}")
+        raise ValueError(f"the table asks for copy {copy!r} of a tensor with {spec.layout.copies} copies")
     check_covered(spec.layout, spec.shape)
     return spec
 
@@ -154,7 +154,7 @@ def refuse_overlapping(tensors: Mapping[str, ShardSpec]) -> None:
         except ValueError as error:
             problems.append(f"{name}: {error}")
     if problems:
-        head = "the shards of these tensors cannot be saved, as PyTorch does not say which rows each rank has:"
+        head = "ckpt can't save the shards of these tensors, because PyTorch does not say which rows each rank has:"
         remedy = "Let the mesh divide that dimension evenly, shard another one, or save with layout='full'."
         raise UnsupportedError(Lines.listing(head, problems, remedy), tuple(problems))
 
@@ -262,7 +262,9 @@ class ShardedTensors:
         try:
             return self.table.tensors[self.table.aliases.get(name, name)]
         except KeyError:
-            raise DamagedError(f"the checkpoint refers to tensor {name!r}, but does not say where it is.") from None
+            raise DamagedError(
+                f"the checkpoint refers to tensor {name!r}, but does not say which file has it."
+            ) from None
 
     def _file(self, rank: int, name: str, spec: ShardSpec) -> TensorFile:
         """The file with a rank's shard of a tensor, which has the dtype and shape that the table says."""
@@ -272,7 +274,7 @@ class ShardedTensors:
             if name in file:
                 _check_shard(file, name, spec, spec.layout.box(spec.shape, rank))
                 return file
-        raise DamagedError(f"rank {rank} has written no piece of tensor {name!r}, though the checkpoint says so.")
+        raise DamagedError(f"the checkpoint says that rank {rank} wrote a piece of tensor {name!r}, but it did not.")
 
 
 def _check_shard(file: TensorFile, name: str, spec: ShardSpec, box: Box) -> None:
@@ -280,8 +282,8 @@ def _check_shard(file: TensorFile, name: str, spec: ShardSpec, box: Box) -> None
     if found != ((spec.dtype, box.sizes), spec.shape, box.offsets):
         (dtype, sizes), shape, offsets = found
         raise DamagedError(
-            f"{file.where} does not go with the checkpoint's table of shards: {name} is {tensor_file.dtype_name(dtype)}"
-            f"{list(sizes)} there, at {list(offsets)} of {list(shape)}, not {tensor_file.dtype_name(spec.dtype)}"
+            f"{file.where} does not match the checkpoint's shard table: its {name} is {tensor_file.dtype_name(dtype)}"
+            f"{list(sizes)} at {list(offsets)} of {list(shape)}, not {tensor_file.dtype_name(spec.dtype)}"
             f"{list(box.sizes)} at {list(box.offsets)} of {list(spec.shape)}."
         )
 

@@ -70,7 +70,7 @@ def dtype_of(name: str) -> torch.dtype:
         raise ValueError(f"{name!r} is not a dtype that ckpt stores")
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"this torch ({torch.__version__}) has no dtype {name!r}")
+        raise ValueError(f"the installed torch ({torch.__version__}) has no dtype {name!r}")
     return dtype
 
 
@@ -276,7 +276,7 @@ class TensorFile:
         try:
             return self.stored[name]
         except KeyError:
-            raise DamagedError(f"{self.where} has no tensor {name!r}, though the checkpoint refers to it.") from None
+            raise DamagedError(f"{self.where} has no tensor {name!r}, but the checkpoint refers to it.") from None
 
     def _read_header(self, size: int) -> None:
         header = Header.read(self.reader, self.where, size)
@@ -287,7 +287,7 @@ class TensorFile:
             self.views[name] = _view_from_json(fields, self.stored)
             expansion.add(self.views[name].shape, self.views[name].stride, self.views[name].dtype.itemsize)
         if both := self.stored.keys() & self.views.keys():
-            raise ValueError(f"{min(both)} is there twice")
+            raise ValueError(f"the header has {min(both)} twice")
         self.shapes = {name: checked_shape(shape) for name, shape in header.own("shapes").items()}
         sharding = parsed(header.metadata.get("DCP_SHARDING_INFO", "{}"))
         self.offsets = {name: checked_sizes(info["saved_offsets"]) for name, info in sharding.items()}
@@ -299,7 +299,7 @@ def _entry(extent: Extent, foreign: torch.dtype | None) -> TensorEntry:
     if foreign is None:
         return TensorEntry(BY_SPELLING[spelling], shape, start, stop)
     if spelling != "U8" or shape[-1:] != (foreign.itemsize,):
-        raise ValueError(f"{spelling} of shape {list(shape)} are no elements of {foreign}")
+        raise ValueError(f"bytes stored as {spelling} of shape {list(shape)} can't be elements of {foreign}")
     return TensorEntry(foreign, shape[:-1], start, stop)
 
 
@@ -311,7 +311,7 @@ def _view_from_json(fields: Mapping[str, Any], stored: Mapping[str, TensorEntry]
         checked_sizes([fields["start"]]),
     )
     if start % dtype.itemsize or start + reach(shape, stride) * dtype.itemsize > base.stop - base.start:
-        raise ValueError(f"a view leads out of {fields['of']!r}")
+        raise ValueError(f"a view reaches beyond {fields['of']!r}")
     return View(fields["of"], dtype, shape, stride, start)
 
 
@@ -428,7 +428,9 @@ def finish_collectives(call: Callable[[_Item], object], remaining: Iterable[_Ite
         for item in remaining:
             call(item)
     except Exception as error:
-        _log.warning("could not finish the collective calls of other ranks: %s: %s", type(error).__name__, error)
+        _log.warning(
+            "this rank could not join the other ranks' remaining collective calls: %s: %s", type(error).__name__, error
+        )
 
 
 def in_file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:

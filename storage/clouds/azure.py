@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import base64
 import logging
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckpt.errors import ConfigError, StorageError
-from ckpt.storage.base import ANY, Entry
+from ckpt.storage.base import ANY, LARGEST_DOCUMENT, Entry
 from ckpt.storage.clouds import errors
 from ckpt.storage.clouds.objects import WRITE, CloudObjects, Head, Retried, refuse_unknown, several
 from ckpt.storage.multipart import Body
@@ -109,12 +110,12 @@ class AzureClient:
         condition = {"metadata": {WRITE: token}, **_condition(over)}
         return retried(lambda: _told(blob.commit_block_list(blocks, **condition)["etag"]))
 
-    def read(self, key: str, start: int, stop: int | None, stopped: threading.Event) -> list[bytes]:
+    def read(self, key: str, start: int, stop: int, stopped: threading.Event) -> list[bytes]:
         from azure.core.exceptions import HttpResponseError
 
         data = b""
         try:
-            found = self._blob(key).download_blob(offset=start, length=None if stop is None else stop - start)
+            found = self._blob(key).download_blob(offset=start, length=stop - start)
             data = bytes(found.readall())
         except HttpResponseError as error:
             if error.status_code != 416:
@@ -136,7 +137,7 @@ class AzureClient:
         if status == "pending":
             blob.abort_copy(copy["copy_id"])
         if status != "success":
-            raise StorageError(f"the server says that the copy is {status}.")
+            raise StorageError(f"the server reports {status!r} for the copy.")
 
     def page(self, prefix: str, marker: Any) -> tuple[list[Entry], Any]:
         pages = self._container.list_blobs(name_starts_with=prefix, include=["metadata"]).by_page(marker)
@@ -176,7 +177,7 @@ class AzureClient:
         if isinstance(error, ValueError):  # a key that is not base64, for instance
             return errors.refused(begin, self._advice)
         if isinstance(error, errors.OF_BELIEVERS):
-            return errors.strange_answer(where, "gives an answer that Azure does not give")
+            return errors.strange_answer(where, "the server gave an answer that Azure never gives")
         return None
 
     def _blob(self, key: str) -> Any:
@@ -216,7 +217,7 @@ def _take_account(url: str, host: str, options: dict[str, Any]) -> None:
         return
     account, _, domain = host.partition(".")
     if options.setdefault("account_name", account) != account:
-        raise ConfigError(f"{url} is of the account {account!r}, but storage_options name {options['account_name']!r}.")
+        raise ConfigError(f"{url} names the account {account!r}, but storage_options name {options['account_name']!r}.")
     if domain not in ("", "dfs.core.windows.net", "blob.core.windows.net"):
         options.setdefault("account_host", f"{account}.{domain.replace('dfs.', 'blob.', 1)}")
 
@@ -225,6 +226,7 @@ def _service(scheme: str, options: dict[str, Any], policy: RetryPolicy) -> Any:
     """Microsoft's client, with what adlfs has made of the options."""
     try:
         from adlfs import AzureBlobFileSystem
+        from azure.core.pipeline.transport import RequestsTransport
         from azure.storage.blob import BlobServiceClient
     except ImportError as error:
         raise ConfigError(
@@ -234,14 +236,16 @@ def _service(scheme: str, options: dict[str, Any], policy: RetryPolicy) -> Any:
         fs = AzureBlobFileSystem(**{**options, "use_listings_cache": False, "skip_instance_cache": True})
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{scheme}:// cannot be opened ({type(error).__name__}): it needs account_name with account_key, sas_token "
-            "or a login, or connection_string, in storage_options or as AZURE_STORAGE_ACCOUNT_NAME, "
-            f"AZURE_STORAGE_CONNECTION_STRING and so on. Given: {', '.join(sorted(options)) or 'nothing'}."
+            f"can't open {scheme}:// ({type(error).__name__}). Give connection_string, or account_name with "
+            "account_key, sas_token or a login: in storage_options, or as AZURE_STORAGE_CONNECTION_STRING, "
+            f"AZURE_STORAGE_ACCOUNT_NAME and so on. You gave: {', '.join(sorted(options)) or 'nothing'}."
         ) from None
+    transport = RequestsTransport(connection_timeout=min(10.0, policy.stall), read_timeout=policy.stall)
+    transport.open()
+    transport.session.hooks["response"].append(_bound)
     ours = {
         "retry_total": 0,  # `CloudObjects` does it, with a deadline
-        "connection_timeout": min(10.0, policy.stall),
-        "read_timeout": policy.stall,
+        "transport": transport,
         "max_chunk_get_size": 8 << 20,
         "http_logging_level": logging.DEBUG,  # its own is INFO: fifty lines in the log of a training, every ten seconds
     }
@@ -250,6 +254,41 @@ def _service(scheme: str, options: dict[str, Any], policy: RetryPolicy) -> Any:
     credential = fs.sync_credential or _synchronous(fs) or fs.account_key
     address = _address(fs) + (fs.sas_token if fs.sas_token and not credential else "")
     return BlobServiceClient(address, credential=credential, location_mode=fs.location_mode, **ours)
+
+
+_RANGE = re.compile(r"bytes=(\d+)-(\d+)")
+_SLACK = 64 << 10  # bytes of an error that is sent in place of a range
+
+
+def _bound(response: Any, *_: object, **__: object) -> None:
+    """Let no more be read of an answer than was asked for: Microsoft's client reads all that comes."""
+    headers = response.request.headers
+    span = _RANGE.fullmatch(headers.get("x-ms-range") or headers.get("Range") or "")
+    sent = response.headers.get("Content-Range", "")
+    if span and span[1] != "0" and response.ok and not sent.startswith(f"bytes {span[1]}-"):
+        response.close()
+        raise StorageError("the server sent a different range of bytes than ckpt asked for. Check the endpoint.")
+    response.raw = _Bounded(response.raw, int(span[2]) - int(span[1]) + 1 + _SLACK if span else LARGEST_DOCUMENT)
+
+
+class _Bounded:
+    """The body of an answer, and where it is too long."""
+
+    def __init__(self, body: Any, most: int) -> None:
+        self._body = body
+        self._most = most
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._body, name)
+
+    def stream(self, *arguments: Any, **options: Any) -> Iterator[bytes]:
+        left = self._most
+        for chunk in self._body.stream(*arguments, **options):
+            left -= len(chunk)
+            if left < 0:
+                self._body.close()
+                raise StorageError(f"the server sent more than the {self._most:,} bytes that ckpt asked for.")
+            yield chunk
 
 
 def _address(fs: Any) -> str:

@@ -87,7 +87,7 @@ OF_BELIEVERS = (AttributeError, LookupError, MemoryError, RecursionError, TypeEr
 
 def strange_answer(where: str, what: str) -> StorageError:
     """The error for an answer that no such store gives: to ask again would not help."""
-    return StorageError(f"could not read {where}: the server {what}. Check the endpoint.")
+    return StorageError(f"could not read {where}: {what}. Check the endpoint.")
 
 
 def from_answer(status: int, code: str, what: str, where: str, advice: Advice) -> StorageError:

@@ -56,16 +56,16 @@ class Answer:
             raise
 
 
-def receive(response: Any, most: int | None = LARGEST) -> Answer:
+def receive(response: Any, most: int = LARGEST) -> Answer:
     """Read an answer whose body is still to come. A longer one than `most` bytes is an error, and is not read.
 
     A server that closes the connection in the middle is noticed by the length that it announced: the client takes what
     has come for all of it.
     """
     with response:
-        body = response.raw.read(None if most is None else most + 1)
-    if most is not None and len(body) > most:
-        raise StorageError(f"the server sends more than the {most:,} bytes that were asked for. Check the endpoint.")
+        body = response.raw.read(most + 1)
+    if len(body) > most:
+        raise StorageError(f"the server sent more than the {most:,} bytes that ckpt asked for. Check the endpoint.")
     if _is_cut(response, len(body)):
         raise CutError
     return Answer(response.status_code, response.headers, body)
@@ -120,7 +120,7 @@ class Part:
             if at >= self._stop and self._total == "*":
                 return None
             if not self._start <= at < self._stop:
-                raise StorageError("the server has lost a part of an upload. Save again.")
+                raise StorageError("the server lost a part of an upload. Save again.")
             views = _after(views, at - self._start)
         self._is_sent = True
         answer = self._sent(views, at)
@@ -238,7 +238,7 @@ class GcsClient:
                 self._session.delete(session, timeout=self._timeout)
             raise
         if answer is None:
-            raise StorageError(f"could not write {key}: the server does not say that the upload is complete.")
+            raise StorageError(f"could not write {key}: the server did not confirm that the upload is complete.")
         return _head(answer).version
 
     def _begin(self, key: str, over: str | None, token: str) -> str:
@@ -254,23 +254,21 @@ class GcsClient:
         size = sum(map(len, views))
         headers = {"Content-Range": f"bytes {span}", "Content-Length": str(size)}
         data = Body(views) if size else b""
-        given = {"timeout": self._timeout, "allow_redirects": False, "stream": True}
-        answer = receive(self._session.put(session, data=data, headers=headers, **given))
+        answer = self._ask("PUT", session, data=data, headers=headers)
         if answer.status in (404, 410):
             raise AnswerError(answer.status, errors.NO_UPLOAD)
         return answer if answer.status == 308 else successful(answer)
 
-    def read(self, key: str, start: int, stop: int | None, stopped: threading.Event) -> list[bytes]:
-        span = {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"} if start or stop is not None else {}
+    def read(self, key: str, start: int, stop: int, stopped: threading.Event) -> list[bytes]:
+        span = {"Range": f"bytes={start}-{stop - 1}"}
         try:
-            most = None if stop is None else stop - start
-            answer = self._request("GET", self._path(key), headers=span, most=most, alt="media")
+            answer = self._request("GET", self._path(key), headers=span, most=stop - start, alt="media")
         except AnswerError as error:
             if error.status == 416:
                 return []
             raise
         if start and answer.headers.get("Content-Range", "").partition("-")[0] != f"bytes {start}":
-            raise StorageError("the server sends other bytes than the range that was asked for. Check the endpoint.")
+            raise StorageError("the server sent a different range of bytes than ckpt asked for. Check the endpoint.")
         return [answer.body]
 
     def copy(self, source: str, target: str, size: int, retried: Retried) -> None:
@@ -284,7 +282,7 @@ class GcsClient:
             if answer.get("done"):
                 return
             more = {"rewriteToken": answer["rewriteToken"]}
-        raise StorageError("the server's copy never ends. Check the endpoint.")
+        raise StorageError("the server does not finish copying an object. Check the endpoint.")
 
     def page(self, prefix: str, marker: Any) -> tuple[list[Entry], Any]:
         more: dict[str, Any] = {} if marker is None else {"pageToken": marker}
@@ -319,7 +317,7 @@ class GcsClient:
         if isinstance(error, network.RequestException | HTTPError | OSError):
             return errors.cut_off(begin, error)
         if isinstance(error, (*errors.OF_BELIEVERS, ValueError)):
-            return errors.strange_answer(where, "gives an answer that GCS does not give")
+            return errors.strange_answer(where, "the server gave an answer that GCS never gives")
         return None
 
     def _request(
@@ -329,16 +327,16 @@ class GcsClient:
         *,
         data: Any = None,
         headers: Mapping[str, str] | None = None,
-        most: int | None = LARGEST,
+        most: int = LARGEST,
         **query: str,
     ) -> Answer:
         plain = {"Accept-Encoding": "identity", **(headers or {})}
-        given = {"params": {**query, **self._common}, "headers": plain, "timeout": self._timeout}
-        return successful(
-            receive(
-                self._session.request(method, address, data=data, allow_redirects=False, stream=True, **given), most
-            )
-        )
+        params = {**query, **self._common}
+        return successful(self._ask(method, address, most, data=data, headers=plain, params=params))
+
+    def _ask(self, method: str, address: str, most: int = LARGEST, **given: Any) -> Answer:
+        safe = {"timeout": self._timeout, "allow_redirects": False, "stream": True}
+        return receive(self._session.request(method, address, **given, **safe), most)
 
     def _path(self, key: str) -> str:
         return f"{self._objects}/{quote(key, safe='')}"
@@ -376,7 +374,8 @@ def _client(scheme: str, bucket: str, options: dict[str, Any], policy: RetryPoli
     except Exception as error:  # of several packages: a file that is missing, a token that is none
         kind, names = type(error).__name__, ", ".join(sorted(options)) or "nothing"
         raise ConfigError(
-            f"{scheme}://{bucket} cannot be opened: gcsfs finds no credentials ({kind}). storage_options: {names}."
+            f"can't open {scheme}://{bucket}: gcsfs finds no credentials ({kind}). You gave these storage_options: "
+            f"{names}."
         ) from None
     session = AuthorizedSession(fs.credentials.credentials or AnonymousCredentials())
     for kind in ("https://", "http://"):

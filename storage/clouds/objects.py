@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ckpt.errors import AbsentError, ConfigError, ConflictError, StorageError
-from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, changed
+from ckpt.storage.base import ANY, LARGEST_DOCUMENT, Buffer, Entry, Unfinished, changed
 from ckpt.storage.clouds.errors import UploadGoneError, strange_answer
 from ckpt.storage.multipart import Body, scatter, split_into_parts
 from ckpt.storage.retry import Requests
@@ -56,7 +56,7 @@ class Client(Protocol):
     def put_in_parts(self, key: str, parts: Iterator[Body], over: str | None, token: str, retried: Retried) -> str:
         """Write a large one, which appears with the last request. That has the condition."""
 
-    def read(self, key: str, start: int, stop: int | None, stopped: threading.Event) -> list[bytes]:
+    def read(self, key: str, start: int, stop: int, stopped: threading.Event) -> list[bytes]:
         """A range, as it has come; nothing if the object ends before `start`. May end early when `stopped` is set."""
 
     def copy(self, source: str, target: str, size: int, retried: Retried) -> None:
@@ -151,17 +151,21 @@ class CloudObjects:
         if stop is not None and stop <= start:
             self._head(key)
             return b""
-        return b"".join(self._read(key, start, stop, threading.Event()))
+        most = start + LARGEST_DOCUMENT
+        found = b"".join(self._read(key, start, most + 1 if stop is None else stop, threading.Event()))
+        if stop is None and len(found) > LARGEST_DOCUMENT:  # whoever lies about its end sends without one
+            raise strange_answer(self._where(key), f"the server sent over {LARGEST_DOCUMENT >> 20} MB for a document")
+        return found
 
     def _read(
-        self, key: str, start: int, stop: int | None, stopped: threading.Event, *, is_large: bool = False
+        self, key: str, start: int, stop: int, stopped: threading.Event, *, is_large: bool = False
     ) -> list[bytes]:
         def attempt() -> list[bytes]:
             return self._client.read(self._prefix + key, start, stop, stopped)
 
         found = self._retried("read", key)(attempt, stopped=stopped, is_large=is_large)
-        if stop is not None and sum(map(len, found)) > stop - start:
-            raise strange_answer(self._where(key), "sends more bytes than were asked for")
+        if sum(map(len, found)) > stop - start:
+            raise strange_answer(self._where(key), "the server sent more bytes than ckpt asked for")
         return found
 
     def fill(self, key: str, start: int, buffers: list[memoryview]) -> int:
@@ -183,13 +187,20 @@ class CloudObjects:
 
     def entries(self, prefix: str) -> Iterator[Entry]:
         for found in self._pages("", lambda marker: self._client.page(self._prefix + prefix, marker)):
-            for entry in found:
-                if not entry.key.startswith(self._prefix + prefix):
-                    raise strange_answer(self.url, "lists keys below another prefix than was asked for")
-                if entry.size < 0:
-                    raise strange_answer(self.url, "lists objects of less than no bytes")
-                if not entry.key.endswith("/"):  # a placeholder for a folder, as consoles create them
-                    yield Entry(entry.key.removeprefix(self._prefix), entry.size, entry.version)
+            yield from self._below(prefix, found)
+
+    def _below(self, prefix: str, found: list[Entry]) -> list[Entry]:
+        """The objects of an answer, with their keys here."""
+        for entry in found:
+            if not entry.key.startswith(self._prefix + prefix):
+                raise strange_answer(self.url, "the server listed keys below another prefix than ckpt asked for")
+            if entry.size < 0:
+                raise strange_answer(self.url, "the server listed an object with a negative size")
+        return [
+            Entry(entry.key.removeprefix(self._prefix), entry.size, entry.version)
+            for entry in found
+            if not entry.key.endswith("/")  # a placeholder for a folder, as consoles create them
+        ]
 
     def _pages(self, key: str, ask: Callable[[Any], tuple[_T, Any]]) -> Iterator[_T]:
         """The pages of a listing. `ask` returns one, and where the next begins, which it is given then."""
@@ -200,9 +211,9 @@ class CloudObjects:
             if following is None:
                 return
             if not following or following == marker:
-                raise strange_answer(self._where(key), "says that its list continues, but not where")
+                raise strange_answer(self._where(key), "the server said that its list continues, but not where")
             marker = following
-        raise strange_answer(self._where(key), f"sends an endless list: more than {_MOST_PAGES:,} pages")
+        raise strange_answer(self._where(key), f"the server sent an endless list: more than {_MOST_PAGES:,} pages")
 
     def remove(self, keys: list[str]) -> None:
         def remove_some(start: int, stopped: threading.Event) -> None:
@@ -258,6 +269,6 @@ def refuse_unknown(
     if wrong:
         hints = "".join(f" {name}: {instead[name]}." for name in wrong if name in instead)
         raise ConfigError(
-            f"{scheme}:// does not take the storage_options {', '.join(wrong)}.{hints} It takes "
+            f"{scheme}:// does not accept these storage_options: {', '.join(wrong)}.{hints} It accepts "
             f"{', '.join(sorted(known))}."
         )

@@ -9,7 +9,7 @@ said so, and some servers never do. Objects are not read here, but streamed.
 
 Nor do sessions repeat what takes long. A page of a listing has a thousand timestamps: botocore guesses at the format of
 each, and that takes three quarters of the time of reading such a page. Each of its sessions also reads the description
-of the service anew, though a process opens several: one for the root, one for its mirror.
+of the service and registers 200 handlers anew, though a process opens several: one for the root, one for its mirror.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager, suppress
+from copy import copy
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from functools import cache, partial
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.compat import s3fs
 from ckpt.errors import AbsentError, ConfigError, StorageError, TransientError, UnsupportedError
-from ckpt.storage.base import ANY, Entry, Unfinished
+from ckpt.storage.base import ANY, LARGEST_DOCUMENT, Entry, Unfinished
 from ckpt.storage.clouds.errors import TRANSIENT, Advice, cut_off, from_answer, refused, strange_answer, unreached
 from ckpt.storage.clouds.objects import CloudObjects, Head, Retried, several
 from ckpt.storage.fsspec_stores import unknown_options
@@ -49,6 +50,7 @@ _LOOK = 0.2  # seconds between checks whether a request is to end
 _TOKEN = "ckpt-write"  # noqa: S105  # metadata that identifies a write whose answer was lost
 # where the next page of a list begins, and how it is asked for
 _OBJECTS = {"NextContinuationToken": "ContinuationToken"}
+_OF_A_LIST = {"IsTruncated", "Name", "KeyCount", "Contents"}
 _PARTS = {"NextPartNumberMarker": "PartNumberMarker"}
 _UPLOADS = {"NextKeyMarker": "KeyMarker", "NextUploadIdMarker": "UploadIdMarker"}
 _WRITES = (
@@ -79,6 +81,11 @@ class S3Objects(CloudObjects):
         with super().giving_up():
             self._s3.cancel_all()
             yield
+
+    def page(self, after: str) -> tuple[list[Entry], bool]:
+        begins = {"StartAfter": self._prefix + after} if after else None
+        found, following = self._retried("list", "")(lambda: self._s3.page(self._prefix, begins))
+        return self._below("", found), following is not None
 
     def unfinished(self, prefix: str) -> Iterator[Unfinished]:
         for key, upload, begun in self._uploads(self._prefix + prefix):
@@ -113,8 +120,8 @@ class S3Objects(CloudObjects):
         if not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "%s: uploads that were cut off are not removed, and take room there until a rule of the bucket removes "
-                "them: %s", self.url, error,
+                "%s: ckpt could not remove uploads that were cut off: %s Such uploads take space until a lifecycle "
+                "rule of the bucket removes them.", self.url, error,
             )  # fmt: skip
 
 
@@ -179,21 +186,22 @@ class S3Client:
     def abort(self, key: str, upload: str) -> None:
         self._call("abort_multipart_upload", Key=key, UploadId=upload)
 
-    def read(self, key: str, start: int, stop: int | None, stopped: threading.Event) -> list[bytes]:
-        span = {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"} if start or stop is not None else {}
+    def read(self, key: str, start: int, stop: int, stopped: threading.Event) -> list[bytes]:
         chunks: list[bytes] = []
+        is_document = not start and stop > LARGEST_DOCUMENT  # asked for whole: only then is its checksum compared
+        span = {} if is_document else {"Range": f"bytes={start}-{stop - 1}"}
 
         async def receive() -> None:
             answer = await self.send("get_object", Key=key, **span)
             if start and answer.get("ContentRange", "").partition("-")[0] != f"bytes {start}":
                 raise StorageError(
-                    "the server sends other bytes than the range that was asked for. Check the endpoint."
+                    "the server sent a different range of bytes than ckpt asked for. Check the endpoint."
                 )
-            left = None if stop is None else stop - start
+            left = stop - start
             async with answer["Body"] as body:
-                while (left is None or left >= 0) and (chunk := await body.read(_READ_CHUNK)):
-                    chunks.append(chunk)
-                    left = left if left is None else left - len(chunk)
+                while left >= 0 and (chunk := await body.read(_READ_CHUNK)):
+                    chunks.append(chunk[:left] if is_document else chunk)
+                    left -= len(chunk)
                     self._requests.note_progress()
 
         try:
@@ -205,6 +213,8 @@ class S3Client:
 
     def page(self, prefix: str, marker: Any) -> tuple[list[Entry], Any]:
         page, following = self._page("list_objects_v2", _OBJECTS, marker, Prefix=prefix)
+        if not page.keys() & _OF_A_LIST:  # of a proxy, or a portal: the root would look empty
+            raise StorageError("the server's answer is not a list of objects. Check the endpoint.")
         return [Entry(found["Key"], found["Size"], found.get("ETag")) for found in page.get("Contents", ())], following
 
     def parts(self, key: str, upload: str, marker: Any) -> tuple[list[Any], Any]:
@@ -259,10 +269,10 @@ class S3Client:
         try:
             while not wait([future], _LOOK if stopped else None).done:
                 if stopped and stopped.is_set():
-                    raise TransientError("the request was ended.")
+                    raise TransientError("the request was cancelled.")
             return future.result()
         except CancelledError:
-            raise TransientError("the request was ended.") from None
+            raise TransientError("the request was cancelled.") from None
         finally:
             if not future.done():
                 asyncio.run_coroutine_threadsafe(_end(tasks), self.fs.loop).result()
@@ -346,7 +356,7 @@ async def _bounded(response: Any) -> bytes:
         if len(body) > LONGEST_ANSWER:
             response.close()
             raise EndlessError(
-                f"the server's answer has more than {LONGEST_ANSWER >> 20} MB. No answer of S3 is that long."
+                f"the server's answer is longer than {LONGEST_ANSWER >> 20} MB, but S3 never sends so much."
             )
     return bytes(body)
 
@@ -416,7 +426,7 @@ def translate_error(error: BaseException, what: str, where: str, bucket: str) ->
     if _is_network_failure(error):
         return cut_off(f"could not {what} {where}", error.__cause__ or error)
     if isinstance(error, KeyError):
-        return strange_answer(where, f"gives an answer without {error}, which S3 does not do")
+        return strange_answer(where, f"the server gave an answer without {error}, which S3 never does")
     if _is(error, exceptions.BotoCoreError, ValueError, TypeError):
         return ConfigError(f"could not {what} {where}: {kind}. Check storage_options and the URL.")
     return StorageError(f"could not {what} {where}: {kind}.")
@@ -476,11 +486,23 @@ def _fast_session(options: dict[str, Any]) -> Any:
     from aiobotocore.session import AioSession
     from botocore.exceptions import BotoCoreError
 
-    session = AioSession(**options)
+    hooks = {"event_hooks": copy(_handlers()), "include_builtin_handlers": False}
+    session = AioSession(**{**hooks, **options})
     session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=parsed)
     with suppress(BotoCoreError):  # a profile that is missing, say: the first request tells it with its place
         session.register_component("data_loader", _descriptions(session.get_config_variable("data_path")))
     return session
+
+
+@cache
+def _handlers() -> Any:
+    """What every session calls before and after a request. To register it takes as long as to make a client."""
+    from aiobotocore.hooks import AioHierarchicalEmitter
+    from aiobotocore.session import AioSession
+
+    hooks = AioHierarchicalEmitter()
+    AioSession(event_hooks=hooks)
+    return hooks
 
 
 @cache
@@ -509,7 +531,7 @@ def _open(options: dict[str, Any], policy: RetryPolicy) -> S3FileSystem:
 
     unknown = unknown_options(options, S3FileSystem, AioSession)
     if unknown:
-        raise ConfigError(f"s3:// does not take the storage_options {', '.join(unknown)}.")
+        raise ConfigError(f"s3:// does not accept these storage_options: {', '.join(unknown)}.")
     ours = {
         "retries": {"total_max_attempts": 1},  # `Requests` does it, with a deadline
         "read_timeout": policy.stall,
@@ -518,7 +540,7 @@ def _open(options: dict[str, Any], policy: RetryPolicy) -> S3FileSystem:
         "http_session_cls": session_class(),
     }
     if "@" in str(options.get("endpoint_url", "")):
-        raise ConfigError("the endpoint_url has a name or a password in it. Give them as key and secret.")
+        raise ConfigError("the endpoint_url contains a user name or a password. Give credentials as key and secret.")
     _refuse_unknown_fields(options.get("s3_additional_kwargs"))
     options.setdefault("max_concurrency", AT_ONCE)
     names = ", ".join(sorted(options))
@@ -532,7 +554,7 @@ def _open(options: dict[str, Any], policy: RetryPolicy) -> S3FileSystem:
         fs = S3FileSystem(**{**options, **uncached}, config_kwargs=config)
     except (TypeError, ValueError, KeyError) as error:
         kind = type(error).__name__
-        raise ConfigError(f"s3fs does not take these storage_options ({kind}): {names}.") from None
+        raise ConfigError(f"s3fs does not accept these storage_options ({kind}): {names}.") from None
     fs.retries = 1
     if fs.session is None:
         fs.session = _fast_session(fs.kwargs)
@@ -544,13 +566,13 @@ def _refuse_unknown_fields(fields: Any) -> None:
     if not fields:
         return
     if not is_settings(fields):
-        raise ConfigError("storage_options: s3_additional_kwargs must be a dict of what requests of S3 take.")
+        raise ConfigError("storage_options: s3_additional_kwargs must be a dict of arguments for S3 requests.")
     from botocore.session import get_session
 
     model = get_session().get_service_model("s3")
     known = {name for operation in _WRITES for name in model.operation_model(operation).input_shape.members}
     if unknown := sorted(fields.keys() - known):
-        raise ConfigError(f"storage_options: no write of S3 takes the s3_additional_kwargs {', '.join(unknown)}.")
+        raise ConfigError(f"storage_options: S3 writes don't accept these s3_additional_kwargs: {', '.join(unknown)}.")
 
 
 def _resolver() -> Any:

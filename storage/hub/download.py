@@ -42,7 +42,7 @@ def fetched(repo: HubRepo, patterns: Sequence[str] | None, offline: TransientErr
     if offline is None:
         return _downloaded(repo, patterns)
     folder = _cached(repo, patterns, offline)
-    _log.warning("the Hub cannot be reached: %s comes from the cache, as of commit %s", repo.url, folder.name[:8])
+    _log.warning("can't reach the Hub, so ckpt uses commit %s of %s from the cache", folder.name[:8], repo.url)
     names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
     _verify({folder / name: _named_hash(folder / name) for name in _matching(names, patterns)}, folder.name)
     return folder
@@ -57,7 +57,7 @@ def _downloaded(repo: HubRepo, patterns: Sequence[str] | None) -> Path:
         files = repo.files(commit)
         if odd := [path for path in files if not is_relative(path)]:
             raise DamagedError(
-                f"{repo.url} has files whose names point outside of it, so ckpt does not read it: {odd[0]!r}."
+                f"ckpt does not read {repo.url}, because a file's name points outside of it: {odd[0]!r}."
             )
         chosen = [files[path] for path in _matching(files, patterns)]
         with client_bars(show=sys.stderr.isatty()):
@@ -128,9 +128,13 @@ def _verify(files: Mapping[Path, HubFile | None], commit: str) -> None:
         altered = [path for path, file in known.items() if not _is_intact(path, file, advance)]
     if altered:
         names = "; ".join(os.path.realpath(path) for path in altered)
-        raise DamagedError(f"these files do not match their hashes: {names}. Remove them, and ckpt fetches them again.")
+        raise DamagedError(
+            f"these files do not match their hashes: {names}. Remove the files, so that ckpt fetches them again."
+        )
     if unknown := [str(path) for path in files if path not in known]:
-        _log.warning("not verified, as the cache does not tell their hashes: %s", ", ".join(unknown))
+        _log.warning(
+            "ckpt could not verify these files, because the cache has no hashes for them: %s", ", ".join(unknown)
+        )
 
 
 def _is_intact(path: Path, file: HubFile, advance: Callable[[float], None]) -> bool:

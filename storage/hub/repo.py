@@ -38,8 +38,8 @@ def require_client() -> None:
     version = huggingface_hub.__version__
     if version.startswith("0."):
         raise ConfigError(
-            f"the Hub needs huggingface_hub 1.0 or newer, and {version} is installed: transformers 4 allows no newer "
-            "one. Install transformers 5; or use another storage, and push from another environment."
+            f"the Hub needs huggingface_hub 1.0 or newer, but {version} is installed, because transformers 4 allows no "
+            "newer one. Install transformers 5; or use another storage, and push from another environment."
         )
 
 
@@ -219,14 +219,14 @@ def _check(response: Any) -> None:
     if response.request.method == "HEAD" and "/resolve/" in url:
         odd = [name for name in _NAMES if not _is_plain(response.headers.get(name, ""))]
         if odd:
-            raise strange_answer(where, f"has a strange {odd[0]}")
+            raise strange_answer(where, f"the server sent a strange {odd[0]}")
     following = response.links.get("next", {}).get("url")
     if following and _origin(following) != _origin(url):
-        raise strange_answer(where, "continues on another host")
+        raise strange_answer(where, "the server continued its list on another host")
     if _asking.pages is not None and response.request.method == "GET":
         _asking.pages -= 1
         if _asking.pages < 0:
-            raise strange_answer(where, f"has more than {MOST_PAGES:,} pages")
+            raise strange_answer(where, f"the server sent more than {MOST_PAGES:,} pages")
         response.stream = _bounded(response.stream, where)
 
 
@@ -243,7 +243,7 @@ def _origin(url: str) -> tuple[str, str | None, int | None]:
 
 def strange_answer(where: str, what: str) -> StorageError:
     """The error for an answer that the Hub does not give: to ask again would not help."""
-    return StorageError(f"the Hub's answer to {where} {what}. Check HF_ENDPOINT: that is no answer of the Hub.")
+    return StorageError(f"{what} when ckpt asked for {where}. The Hub does not do that: check HF_ENDPOINT.")
 
 
 class _Bounded:
@@ -257,7 +257,7 @@ class _Bounded:
         for piece in self._stream:
             _asking.bytes -= len(piece)
             if _asking.pages is not None and _asking.bytes < 0:
-                raise strange_answer(self._where, f"has more than {_asking.most:,} bytes")
+                raise strange_answer(self._where, f"the server sent more than {_asking.most:,} bytes")
             yield piece
 
     def close(self) -> None:
@@ -323,7 +323,7 @@ class HubRepo:
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not _ID.fullmatch(self.id):
-            raise ConfigError(f"{self.id!r} is not the id of a repository: write user/name, the end of its page's URL.")
+            raise ConfigError(f"{self.id!r} is not a repository id. Write user/name, as in the repository's URL.")
 
     @property
     def url(self) -> str:
@@ -384,7 +384,7 @@ class HubRepo:
         with bounded_answers():
             found = str(self.ask("look at", lambda: self.api.repo_info(self.id, revision=self.revision)).sha)
         if not _COMMIT.fullmatch(found):
-            raise strange_answer(self.url, "names no commit")
+            raise strange_answer(self.url, "the server named no commit")
         return found
 
     def files(self, commit: str, folder: str = "") -> dict[str, HubFile]:
@@ -415,8 +415,8 @@ class HubRepo:
         found = self.ask("read", lambda: _received(url, headers, most), f"{self.url}/{path}")
         if stop is not None and len(found) != stop - start:
             raise StorageError(
-                f"could not read {self.url}/{path}: asked for {stop - start} bytes, the Hub sent {len(found)}. A proxy "
-                "on the way may not know ranges."
+                f"could not read {self.url}/{path}: ckpt asked for {stop - start} bytes, and the Hub sent "
+                f"{len(found)}. A proxy on the way may not support ranges."
             )
         return found
 
@@ -448,8 +448,8 @@ class HubRepo:
                     break
             time.sleep(pause)
         raise TransientError(
-            f"{self.url}: others commit there again and again, so nothing was changed. Try again later, or use a "
-            "branch of your own."
+            f"could not commit to {self.url}: others keep committing there, so nothing was changed. Try again later, "
+            "or use a branch of your own."
         )
 
     def squash(self, message: str) -> None:
@@ -484,7 +484,8 @@ class HubRepo:
                 return made
             raise self._moved(parent)
 
-        with client_bars(show=sys.stderr.isatty()):
+        is_awaited = threading.current_thread() is threading.main_thread()  # or training continues meanwhile
+        with client_bars(show=sys.stderr.isatty() and is_awaited):
             return self.ask_once("commit to", send, lambda mark: self._marked(mark, parent))
 
     def _marked(self, mark: str, parent: str) -> str | None:
@@ -558,7 +559,7 @@ def _file(entry: Any, where: str) -> HubFile:
     oid = entry.lfs.sha256 if entry.lfs else entry.blob_id
     whole = type(entry.size) is int and entry.size >= 0 and isinstance(oid, str) and isinstance(entry.path, str)
     if not whole:
-        raise strange_answer(where, "lists files without a path, a size or a hash")
+        raise strange_answer(where, "the server listed files without a path, a size or a hash")
     return HubFile(entry.path, entry.size, oid)
 
 
@@ -572,7 +573,7 @@ def open_pull_request(repo: HubRepo, title: str) -> HubRepo:
     If the answer to a request was lost, the mark in its description tells whether it was opened: there is one, not two.
     """
     if len(title.strip()) < _SHORTEST_TITLE:
-        raise ConfigError(f"the title of a pull request has {_SHORTEST_TITLE} characters or more, not {title!r}.")
+        raise ConfigError(f"a pull request's title needs {_SHORTEST_TITLE} characters or more; yours is {title!r}.")
 
     def opened(mark: str) -> int:
         return int(repo.api.create_pull_request(repo.id, title=title, description=f"Opened by {mark}.").num)

@@ -9,6 +9,7 @@ import base64
 import json
 import logging
 import re
+import sys
 import tempfile
 import threading
 import time
@@ -126,8 +127,8 @@ class Pending:
                 try:
                     self._commit()
                 except CkptError as error:  # retried here, and by `settle`, which raises
-                    fate = "wait to be" if is_running else "were not"
-                    _log.warning("changes %s committed to %s: %s", fate, self._repo.url, error)
+                    later = "; ckpt will try again" if is_running else ""
+                    _log.warning("ckpt could not commit its changes to %s%s: %s", self._repo.url, later, error)
                     due = time.monotonic() + self._interval
                 if not self._changes or not is_running:
                     self._thread = None
@@ -211,7 +212,7 @@ class HubStorage:
         match = _REST.fullmatch(rest.rstrip("/"))
         if match is None:
             raise ConfigError(
-                f"hub://{rest} names no repository: write hub://user/repo, or hub://user/repo@branch/path."
+                f"hub://{rest} names no repository. Write hub://user/repo, or hub://user/repo@branch/path."
             )
         repo, revision, path = match.groups()
         if interval != 0 and not is_seconds(interval):
@@ -381,7 +382,9 @@ class HubStorage:
                 self._repo.create(private=True)
                 self._repo.upload([addition])
             if is_ignored(addition):
-                raise StorageError(f"{self._repo.url}: .gitignore excludes {path}. Remove it from there.")
+                raise StorageError(
+                    f"could not commit {path} to {self._repo.url}: its .gitignore excludes it. Change .gitignore."
+                )
             if is_separate(addition):
                 return Receipt(size, oid=addition.upload_info.sha256.hex())
             whole = content if isinstance(content, bytes) else content.read_bytes()
@@ -391,9 +394,11 @@ class HubStorage:
 @contextmanager
 def _spooled(pieces: Iterable[Buffer]) -> Iterator[bytes | Path]:
     """The pieces as bytes or as a temporary file, which the client can send by any protocol."""
-    with tempfile.TemporaryFile() as file:  # without a name: a killed process leaves nothing behind
+    linux = sys.platform == "linux"
+    # on Linux without a name: a killed process leaves nothing behind
+    with tempfile.TemporaryFile() if linux else tempfile.NamedTemporaryFile() as file:
         for piece in pieces:
             file.write(memoryview(piece).cast("B"))
         file.flush()
-        path = Path(f"/proc/self/fd/{file.fileno()}")
+        path = Path(f"/proc/self/fd/{file.fileno()}" if linux else file.name)
         yield path if file.tell() > _SMALL else path.read_bytes()

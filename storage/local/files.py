@@ -25,6 +25,7 @@ from typing import Any
 from ckpt.errors import AbsentError, ConfigError, DeniedError, FullError, StorageError, TransientError
 from ckpt.storage.base import ROOT_LOCK, Buffer, StablePieces, check_key
 from ckpt.util.aligned_memory import ALIGNMENT, O_DIRECT, address_of, allocate_aligned, copy_bytes
+from ckpt.util.filesystem import sync
 from ckpt.util.threads import Worker
 
 _NO_DRIVER = {errno.ENXIO, errno.ENODEV}  # a socket, or a device: it cannot be opened like a file
@@ -116,7 +117,8 @@ _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _PASSING = {
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR,
     errno.EBUSY, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED,
-    errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EREMOTEIO, errno.ENOLINK,
+    errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOLINK,
+    getattr(errno, "EREMOTEIO", errno.EIO),  # not on macOS
 }  # fmt: skip
 
 
@@ -169,14 +171,14 @@ def make_directories(folder: Path) -> None:
     for new in reversed(missing):
         with suppress(FileExistsError):
             new.mkdir()
-        sync_directory(new.parent)
+        sync_directory(new.parent)  # also if another process made it, which may not have synced it yet
 
 
 def sync_directory(folder: str | Path) -> None:
     """fsync a directory, so that the names in it survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        sync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -253,7 +255,7 @@ class Tree:
                     os.mkdir(name, dir_fd=above)
                 except FileExistsError:
                     continue
-                os.fsync(above)
+                sync(above)
         return self.folder(key)
 
     def open(self, key: str) -> int:
@@ -430,7 +432,7 @@ def write_durably(descriptor: int, pieces: Iterable[Buffer]) -> None:
     stable = StablePieces.of(pieces)
     if stable is not None and is_small(stable):
         write_small(descriptor, stable)
-        os.fsync(descriptor)
+        sync(descriptor)
         return
     file = _File(descriptor, stable.size if stable is not None else None)
     try:
@@ -442,7 +444,7 @@ def write_durably(descriptor: int, pieces: Iterable[Buffer]) -> None:
                 file.add(view)
     finally:
         file.finish()
-    os.fsync(descriptor)
+    sync(descriptor)
 
 
 def is_small(pieces: StablePieces) -> bool:
@@ -536,7 +538,7 @@ class _File:
         del _spare[_WRITERS:]
         if self._direct is not None:
             os.close(self._direct)
-        if self._reserved > self._size:
+        if self._reserved > self._size:  # to reserve space has made the file longer
             os.ftruncate(self._descriptor, self._size)
 
     def _buffer(self) -> memoryview:
@@ -637,7 +639,7 @@ class UnnamedFile:
     def sync(self) -> None:
         """Make the bytes durable, if they are not."""
         if self.descriptor is not None:
-            os.fsync(self.descriptor)
+            sync(self.descriptor)
             self._close()
 
     def discard(self) -> None:

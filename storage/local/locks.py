@@ -113,8 +113,8 @@ class LocalLocks:
             held = self._wait("", _RENAMES, shared=False, lasting=False, patience=_PATIENCE)
         except LockedError as error:  # for which a checkpoint would be taken to be in use
             raise StorageError(
-                f"{error} ckpt locks that only while it renames a file, and has waited for {_PATIENCE:.0f} s. End "
-                "that process. Nothing was changed."
+                f"{error} A process needs that lock only to rename a file, but ckpt has waited {_PATIENCE:.0f} s for "
+                "it. Nothing was changed. End that process."
             ) from None
         try:
             yield
@@ -153,8 +153,8 @@ class LocalLocks:
         for held in self._exclusive:
             if held.descriptor in _held and not self._is_in_place(held):  # a forked child has closed its copy
                 raise LostError(
-                    f"{self._shown}/{held.key} was removed, alone or with all of {self._shown}, while this run held "
-                    "it: nothing stopped others from writing there."
+                    f"somebody removed {self._shown}/{held.key}, or all of {self._shown}, while this run held the "
+                    "lock. Another run could have written there."
                 )
 
     def _is_in_place(self, held: HeldLock) -> bool:
@@ -162,7 +162,7 @@ class LocalLocks:
             return held.is_in_place()
         except OSError as error:
             raise StorageError(
-                f"could not check {self._shown}/{held.key}, by which this run holds {self._shown}: "
+                f"could not check {self._shown}/{held.key}, this run's lock on {self._shown}: "
                 f"{error.strerror or error}. Nothing was changed there. Try again."
             ) from error
 
@@ -305,9 +305,8 @@ def _closed_on_error(descriptor: int) -> Iterator[None]:
 
 
 _held: set[int] = set()
-no_fork = (
-    threading.RLock()
-)  # while it is held no child is forked, which would inherit a lock that `_held` does not have yet
+# while it is held no child is forked, which would inherit a lock that `_held` does not have yet
+no_fork = threading.RLock()
 
 
 def _release_in_child() -> None:

@@ -32,6 +32,7 @@ from ckpt.storage.local.files import (
 )
 from ckpt.storage.local.locks import LocalLocks
 from ckpt.util.aligned_memory import ALIGNMENT, O_DIRECT, allocate_aligned, copy_bytes
+from ckpt.util.filesystem import sync
 from ckpt.util.option_values import is_path, said
 
 # Reads from a file into several buffers: from the page cache if the bytes are there, with direct I/O otherwise.
@@ -84,7 +85,7 @@ def read_scattered(descriptor: int, start: int, buffers: list[memoryview], *, ca
 def _is_cached(descriptor: int, start: int, size: int) -> bool:
     """Whether most of these bytes are in the page cache. True where the kernel has no call to ask."""
     span, found = _Range(start, size), _Pages()
-    known = _libc.syscall(_CACHESTAT, descriptor, ctypes.byref(span), ctypes.byref(found), 0) == 0
+    known = O_DIRECT and _libc.syscall(_CACHESTAT, descriptor, ctypes.byref(span), ctypes.byref(found), 0) == 0
     return not known or found.cached * mmap.PAGESIZE * 2 > size
 
 
@@ -166,7 +167,7 @@ class LocalStorage:
         self._shown = os.path.normpath(os.fspath(root))
         self._tree = self._kind(self._root, self._shown)
         if os.path.exists(self._root) and not os.path.isdir(self._root):
-            raise ConfigError(f"{self._shown} is a file. The root of checkpoints must be a directory: choose another.")
+            raise ConfigError(f"{self._shown} is a file, but a root must be a folder. Choose another path.")
         self._locks = LocalLocks(self._tree, self._root, self._shown)
         self._in_thread = threading.local()  # `group`: of the thread that writes one
 
@@ -288,7 +289,7 @@ class LocalStorage:
             except FileNotFoundError:
                 if os.fstat(folder).st_nlink:  # the folder is there
                     raise
-                raise _FolderGoneError(errno.ENOENT, "its folder is removed again and again", key) from None
+                raise _FolderGoneError(errno.ENOENT, "another program keeps removing the file's folder", key) from None
             finally:
                 # left by an error or a KeyboardInterrupt, or where both are links to one file already; only a
                 # killed process leaves it to `sweep`
@@ -298,12 +299,11 @@ class LocalStorage:
 
     def _sync_folder(self, folder: int, *keys: str) -> None:
         try:
-            os.fsync(folder)
+            sync(folder)
         except OSError as error:
             files = ", ".join(f"{self._shown}/{key}" for key in keys)
-            written = "was written, but its" if len(keys) == 1 else "were written, but their"
             raise NotDurableError(
-                f"{files} {written} folder could not be synced: {error.strerror or error}."
+                f"ckpt wrote {files}, but could not sync the folder: {error.strerror or error}."
             ) from error
 
     def _name(self, folder: int, temporary: str, key: str, over: str | None) -> None:
@@ -328,7 +328,7 @@ class LocalStorage:
             stop = size if stop is None else min(stop, size)
             if is_mostly_holes(file.fileno(), start, stop):
                 raise TruncatedError(
-                    f"{self._shown}/{key} claims {stop - start} bytes, but almost none of them are there."
+                    f"{self._shown}/{key} has {stop - start} bytes, but almost all of them were never written (holes)."
                 )
             file.seek(start)
             return file.read(max(0, stop - start))

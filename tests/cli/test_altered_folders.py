@@ -66,7 +66,7 @@ def test_show_names_a_table_of_shards_that_is_none(sharded: Path, change: Change
     alter_json(sharded / STATE, lambda document: change(document["parts"]["model"]["spread"]) and None)
     result = run("show", "--tensors", sharded)
     assert result.exit_code == 1
-    assert "saved: model is no table of shards" in result.output
+    assert "saved: model is not a valid shard table" in result.output
     assert run("show", "--json", sharded).exit_code == 1
 
 

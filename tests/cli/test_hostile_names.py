@@ -17,7 +17,7 @@ from torch import nn
 import ckpt
 from ckpt.cli import ls
 from ckpt.cli.main import main
-from ckpt.export.card import Training, draw, known_fields, render
+from ckpt.export.card import Training, known_fields, render
 from ckpt.formats.native.manifest import FILE_NAME, Host, Manifest
 from tests.helpers.forgery import write_manifest
 
@@ -106,7 +106,7 @@ def test_a_document_has_no_link_no_image_and_no_tag_of_theirs(root: Path, docume
     from markdown_it import MarkdownIt
 
     manifests = [found.manifest for found in ckpt.list_checkpoints(root) if found.manifest]
-    training = Training.of(manifests[0], manifests)
+    training = Training.of(manifests[0])
     card = render(None, "model", known_fields({}, training), {}, training).partition("\n# model")[2]
     page = CliRunner().invoke(main, ["report", str(root)]).stdout if document == "report" else card
     tokens = MarkdownIt("commonmark").enable("table").parse(page)
@@ -117,14 +117,6 @@ def test_a_document_has_no_link_no_image_and_no_tag_of_theirs(root: Path, docume
     ] == []
     assert r"\x1b[2J\x1b]0;owned\x07\u202e\n![x](http://evil.example/p.png)\x7c" in page
     page.encode()
-
-
-def test_the_curve_of_a_card_is_xml_whatever_a_metric_is_called(root: Path) -> None:
-    from xml.etree import ElementTree
-
-    picture = draw({EVIL: [(1, 1.0), (2, 2.0)]})
-    assert picture is not None
-    assert r"\x1b[2J" in "".join(ElementTree.fromstring(picture).itertext())
 
 
 def test_a_load_says_and_logs_names_escaped(

@@ -81,7 +81,7 @@ place.remove()
         assert "lives: process 1 " in done.stdout
 
     def test_json_has_all_of_it(self, invoke: Invoke, tmp_path: Path) -> None:
-        place = create_place(tmp_path / "root", rescue={})
+        place = create_place(tmp_path / "root")
         snapshot(place, "step-1", sequence=1)
         snapshot(place, "step-2", sequence=2)
         place.release()
@@ -89,10 +89,10 @@ place.remove()
         [held] = json.loads(invoke("ls", "--json").output)
         assert [found["name"] for found in held["snapshots"]] == ["step-2", "step-1"]
         assert held["size"] > sum(found["size"] for found in held["snapshots"])
-        known = {key: held[key] for key in ("path", "root", "deserted", "processes", "keeper", "rescue", "log")}
+        known = {key: held[key] for key in ("path", "root", "deserted", "processes", "keeper", "log")}
         assert known == {
             "path": str(place.path), "root": str(tmp_path / "root"), "deserted": True, "processes": [],
-            "keeper": None, "rescue": True, "log": "the last line",
+            "keeper": None, "log": "the last line",
         }  # fmt: skip
         (place.path / REPLICA).mkdir()
         (place.path / REPLICA / "file").write_bytes(bytes(1000))  # of another host
@@ -150,7 +150,7 @@ class TestClear:
         for arguments in ([tmp_path / "root"], ["--all"]):
             done = invoke("clear", *arguments)
             assert done.exit_code == 1
-            assert f"a run that lives (process {os.getpid()})" in done.output
+            assert f"a run still uses the snapshots of {tmp_path}/root (process {os.getpid()})" in done.output
             assert place.is_there
         assert "dead" not in invoke("ls").output  # the others were removed
 
@@ -183,4 +183,4 @@ class TestClear:
         done = invoke("clear", "--all")
         os.kill(found.process, signal.SIGCONT)
         assert found.wait(10.0)
-        assert f"process {found.process}, has not ended" in done.output
+        assert f"process {found.process} of " in done.output

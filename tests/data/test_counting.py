@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import queue
 import threading
 import time
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
 
 import ckpt
 
@@ -21,10 +23,11 @@ SIZE = 20
 class Fixture:
     """A model and its optimizer in a run over numbered samples."""
 
-    def __init__(self, root: str, **options: Any) -> None:
+    def __init__(self, root: str, size: int = 2, *, drop_last: bool = False, **options: Any) -> None:
+        self.size = size
         self.model = nn.Linear(1, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        self.loader = DataLoader(TensorDataset(torch.arange(float(SIZE)).reshape(-1, 1)), 2)
+        self.loader = DataLoader(TensorDataset(torch.arange(float(SIZE)).reshape(-1, 1)), size, drop_last=drop_last)
         objects: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "dataloader": self.loader}
         self.manager = ckpt.StateManager(root, **objects, **options)
 
@@ -120,7 +123,7 @@ class TestNumbersOfBatches:
         assert seen + rest == [(number, 2 * number - 2) for number in range(1, 11)]
         assert run.approximated == {}
 
-    def test_the_length_is_what_is_left(self, anywhere: str) -> None:
+    def test_the_length_is_that_of_the_epoch(self, anywhere: str) -> None:
         lengths: list[int] = []
 
         def numbers(run: Fixture) -> Iterable[Any]:
@@ -144,9 +147,45 @@ class TestNumbersOfBatches:
                     if number == stop:
                         manager.save_state()
                         break
-        assert lengths == [10, 10, 10, 6]
+        assert lengths == [10, 10, 10, 10]
         with Fixture(f"{anywhere}/other").manager as manager, pytest.raises(TypeError, match="len"):
             len(manager.batches(iter([1])))
+
+    @pytest.mark.parametrize(
+        ("size", "drop_last", "shown"),
+        [(2, False, (6, 10, 10)), (4, False, (6, 8, 8)), (3, False, (6, 9, 9)), (3, True, (6, 8, 8))],
+    )
+    @pytest.mark.parametrize("loop", ["plain", "given", "announced"])
+    def test_a_progress_bar_continues_where_the_epoch_was(
+        self, anywhere: str, size: int, drop_last: bool, shown: tuple[int, int, int], loop: str
+    ) -> None:
+        """Also with another batch size: 8 of 20 samples are left. A plain loader knows only its own length."""
+
+        def bar(run: Fixture) -> Any:
+            another = DataLoader(run.loader.dataset, run.size, drop_last=drop_last)
+            batches = run.manager.batches(another if loop == "announced" else run.loader)
+            loader = run.loader if loop == "plain" else batches
+            return tqdm(loader, initial=run.manager.progress.batch, file=io.StringIO())
+
+        counts = []
+        for stop in (6, None):
+            run = Fixture(anywhere, size if stop is None else 2, drop_last=drop_last)
+            with run.manager as manager:
+                for _ in manager.epochs(1):
+                    seen = bar(run)
+                    counts.append((seen.n, seen.total))
+                    for number, (inputs,) in enumerate(seen, 1):
+                        run.train(inputs)
+                        manager.step()
+                        if number == stop:
+                            manager.save_state()
+                            break
+                    else:
+                        continue
+                    break
+        if loop != "plain" or size == 2:
+            assert counts == [(0, 10), shown[:2]]
+        assert seen.n == shown[2]
 
     def test_a_resume_at_the_beginning_of_an_epoch_counts_right(self, anywhere: str) -> None:
         def numbers(run: Fixture) -> Iterable[Any]:

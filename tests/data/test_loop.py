@@ -418,7 +418,7 @@ def test_what_no_loop_can_go_through_is_refused() -> None:
         with pytest.raises(ConfigError, match="the total number of epochs"):
             list(loop.epochs(total))  # type: ignore[arg-type]
     assert list(loop.epochs(0)) == []
-    with pytest.raises(ConfigError, match="a int cannot be iterated over"):
+    with pytest.raises(ConfigError, match="can't iterate over a int"):
         loop.batches(3, lambda: None)  # type: ignore[arg-type]
     for made, words in (
         (enumerate([1]), r"manager.enumerate\(loader\)"),
@@ -599,7 +599,7 @@ def test_a_resumed_pass_goes_on_in_the_middle() -> None:
     script = Script().resume(saved)
     assert script.loop.begins_at() == "batch 1 of dataloader"
     assert script.loop.saved_batches(script.loader) == 1
-    assert script.loop.left(script.loader) == 2
+    assert script.loop.length(Pass(script.loader, None)) == 3
     for batch in script.loader:
         script.lines.append(str(batch[0].tolist()))
         script.step()

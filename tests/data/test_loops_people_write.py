@@ -511,7 +511,7 @@ class TestWhatIsNamed:
                 run.rest()
 
         told = self._resumed(function, tmp_path, 3, given="none")
-        assert "fetch the next batch after it" in told
+        assert "call it last in the iteration" in told
         assert "manager.batches(...)" in told
 
     def test_epochs_that_are_counted_from_0_again(self, tmp_path: Path) -> None:
@@ -609,5 +609,5 @@ def test_a_manager_that_is_dropped_after_break_says_that_its_last_save_is_not_ma
         break
     del manager
     gc.collect()
-    assert [text for text in caplog.messages if "is not saved. Write `with" in text]
+    assert [text for text in caplog.messages if "dropped the manager before. Write `with" in text]
     assert ckpt.list_checkpoints(tmp_path) == []

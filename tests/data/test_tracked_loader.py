@@ -292,7 +292,7 @@ class OfRank(StatefulStream):
 
 def test_the_state_of_another_rank_of_torchtitan_is_refused_and_one_of_its_own_is_not() -> None:
     state = {"dp_rank_0": {"next": 4}, "world_size": 2}
-    with pytest.raises(StateError, match="OfRank has the data of dp_rank_1, and this rank saved that of dp_rank_0"):
+    with pytest.raises(StateError, match="OfRank has the data of dp_rank_1, but this rank saved that of dp_rank_0"):
         _take(_resumed(lambda: DataLoader(OfRank("dp_rank_1"), 2), {"batches": 2, "state": state}))
     assert len(_take(_resumed(lambda: DataLoader(OfRank("dp_rank_0"), 2), {"batches": 2, "state": state}))) == 4
     both = {"dp_rank_1": {"next": 10}, **state}
@@ -451,7 +451,7 @@ def test_named_loaders_claim_their_positions_at_once_and_others_when_they_are_re
     assert list(found.by_key) == ["dataloader"]
     assert list(found.unclaimed.positions) == ["loader.0"]
     assert [found.saved_batches(one) for one in (loaders.named, loaders.other)] == [2, None]
-    assert [found.left(one) for one in (loaders.named, loaders.other)] == [4, 3]
+    assert [found.length(one) for one in (loaders.named, loaders.other)] == [6, 6]
     assert found.begins_at() == "batch 3 of loader.0, batch 2 of dataloader"
     assert sorted(found.state()) == ["dataloader", "loader.0"]
     key, tracked, saved = found.next(loaders.other)

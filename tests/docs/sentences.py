@@ -16,7 +16,8 @@ from tests.docs.pages import ROOT, all_pages
 
 GENERATED = {"mutants.md", "fuzzing.md", "campaign.md", "scripts.md"}
 LOGGED = {"debug", "info", "warning", "error", "exception", "warn", "once"}
-END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`*\"(]|ckpt\b)")
+END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`*\"(\[]|ckpt\b)")
+NO_WORDS = re.compile(r"`[^`]*`|\[[^]]*\]\([^)]*\)")  # code and links: a cell that is only a link is no sentence
 CODE = re.compile(r"^ *```.*?^ *```$|<!--.*?-->|^:::.*?$", re.MULTILINE | re.DOTALL)
 Sentence = tuple[str, str]  # where, text
 
@@ -70,7 +71,7 @@ def text_of(node: ast.expr) -> str:
 def sentences_of(text: str) -> Iterator[str]:
     for paragraph in re.split(r"\n\s*\n|\n(?=\s+\**\w+: )", text):
         for sentence in [] if paragraph.startswith(("\b", "    ")) else END.split(" ".join(paragraph.split())):
-            if len(re.findall(r"[A-Za-z]{2,}", re.sub(r"`[^`]*`", "", sentence))) >= 4:
+            if len(re.findall(r"[A-Za-z]{2,}", NO_WORDS.sub("", sentence))) >= 4:
                 yield sentence
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from pathlib import Path
 
 from ckpt import errors
-from tests.docs.pages import DOCS, ROOT
+from tests.docs.pages import DOCS
+from tests.weight import sources
 
 PAGE = (DOCS / "errors.md").read_text()
 ENTRY = re.compile(r"^### (\w+)\n\n\*\*Cause\.\*\* .+?\*\*Way out\.\*\* \S", re.MULTILINE | re.DOTALL)
@@ -30,14 +30,12 @@ def test_the_page_shows_the_tree_that_the_module_shows() -> None:
 def messages() -> list[str]:
     """All texts in the code, with `…` for what is filled in."""
     found = []
-    for folder in ("ckpt", "formats", "storage"):
-        for path in Path(ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.JoinedStr):
-                    parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
-                    found.append("".join(map(str, parts)))
-                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found.append(node.value.replace("%s", "…").replace("%d", "…"))
+    for node in (node for nodes in sources().values() for node in nodes):
+        if isinstance(node, ast.JoinedStr):
+            parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+            found.append("".join(map(str, parts)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value.replace("%s", "…").replace("%d", "…"))
     return found
 
 

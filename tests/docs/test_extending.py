@@ -48,7 +48,7 @@ def test_an_installed_format_is_asked_last_and_checked(extended: Path) -> None:
     ckpt.load_model("weights", model)
     assert torch.equal(model.weight, weight)
     assert not ckpt.diff("weights", "weights").differences
-    with pytest.raises(ckpt.ConfigError, match="not a format that ckpt reads"):
+    with pytest.raises(ckpt.ConfigError, match="can't read the format of weights"):
         ckpt.merge("weights", "model.safetensors", part="optimizer")
 
 

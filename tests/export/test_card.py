@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import yaml
 from torch import nn
 
 import ckpt
-from ckpt.export.card import BEGIN, END, Training, draw, known_fields, render
+from ckpt.export.card import BEGIN, END, Training, known_fields, render
 from ckpt.formats.native.manifest import Manifest
 from tests.helpers.hub_server import HubServer
 
@@ -76,9 +74,6 @@ def test_a_card_by_hand_keeps_its_text_through_three_pushes(hub: HubServer, tmp_
         assert card.count(BEGIN) == card.count(END) == 1
         assert f"| steps | {step} |" in card
     assert fields_of(cards[2]) == {"license": "mit", "tags": ["mine"], "metrics": ["accuracy"]}
-    assert "![metrics by step](training-curve.svg)" in cards[2]
-    assert "training-curve.svg" in hub.files(REPO)
-    assert "loss" in hub.files(REPO)["training-curve.svg"].decode()
 
 
 def _without_ours(card: str) -> str:
@@ -93,9 +88,8 @@ def test_a_new_card_says_what_is_known() -> None:
         "config": {"architectures": ["GPT2LMHeadModel"]},
         "base": "openai-community/gpt2",
     }
-    root = [manifest(step, loss=1 / step, accuracy=0.5) for step in (1, 2, 3, 4)]
-    training = Training.of(root[2], root)
-    card = render(None, "model", known_fields(about, training), {"license": "apache-2.0"}, training, curve=True)
+    training = Training.of(manifest(3, loss=1 / 3, accuracy=0.5))
+    card = render(None, "model", known_fields(about, training), {"license": "apache-2.0"}, training)
     assert fields_of(card) == {
         "library_name": "transformers",
         "base_model": "openai-community/gpt2",
@@ -113,10 +107,8 @@ def test_a_new_card_says_what_is_known() -> None:
         "| versions | ckpt 0.1.0, torch 2.13.0 |",
         "| run | run |",
         "| checkpoint | step-00000003 (00000000) |",
-        "| trained on from | step-00000002 |",
     ):
         assert line in card.splitlines()
-    assert training.curves["loss"] == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
 
 
 def test_fields_that_are_given_win_and_fields_that_are_known_do_not() -> None:
@@ -144,7 +136,7 @@ def test_names_cannot_break_out_of_the_table() -> None:
 
 
 def test_front_matter_without_fields_is_not_touched() -> None:
-    with pytest.raises(ckpt.ConfigError, match=r"has no fields: '- a'\. Correct it, or push with card=False"):
+    with pytest.raises(ckpt.ConfigError, match=r"has no fields: '- a'\. Correct the file, or push with card=False"):
         render("---\n- a\n---\n# x\n", "model", {}, {"license": "mit"}, None)
 
 
@@ -167,30 +159,3 @@ def test_front_matter_that_is_no_yaml_is_not_touched(hub: HubServer, tmp_path: P
         manager.push_to_hub(REPO, card=False)
     assert hub.files(REPO)["README.md"] == b"---\na: [\n---\n# x\n"
     assert "model.safetensors" in hub.files(REPO)
-
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-class TestCurve:
-    def test_each_metric_is_a_line_of_its_points(self) -> None:
-        picture = draw({"loss": [(1, 2.0), (2, 1.0), (3, 1.5)], "a<b": [(1, 0.0), (3, 1.0)], "once": [(1, 1.0)]})
-        assert picture is not None
-        drawn = ElementTree.fromstring(picture)
-        lines = [line for line in drawn.findall(f"{SVG}polyline") if line.attrib.get("fill") == "none"]
-        assert [len(line.attrib["points"].split()) for line in lines] == [3, 2]
-        assert lines[0].attrib["points"] == "62.0,34.0 263.0,142.0 464.0,88.0"
-
-    def test_it_has_a_background_because_cards_are_read_on_dark_pages_too(self) -> None:
-        picture = draw({"loss": [(1, 2.0), (2, 1.0)]})
-        assert picture is not None
-        background = ElementTree.fromstring(picture)[0]
-        assert background.attrib == {"width": "100%", "height": "100%", "fill": "#ffffff"}
-
-    def test_what_is_not_a_number_is_left_out(self) -> None:
-        assert draw({"loss": [(1, float("nan")), (2, 1.0)]}) is None
-        assert draw({}) is None
-        flat = draw({"loss": [(1, 1.0), (2, 1.0), (3, float("inf"))]})
-        assert flat is not None
-        assert re.search(r'<polyline points="62.0,88.0 263.0,88.0" fill="none"', flat)
-        assert "<title>step 3: inf</title>" in flat

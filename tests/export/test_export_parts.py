@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from ckpt.errors import ConfigError, LockedError, StorageError
 from ckpt.export import load_model as loading
-from ckpt.export.card import Training, _rows, curves, known_fields, render
+from ckpt.export.card import Training, _rows, known_fields, render
 from ckpt.export.folders import (
     _sibling,
     _try_lock,
@@ -25,7 +26,7 @@ from ckpt.export.folders import (
     scratch_folder,
 )
 from ckpt.export.load_model import _named_as_here, _Rules, misfits, other_state, rounded, with_aliases
-from ckpt.export.merge import _Destination, counted
+from ckpt.export.merge import _Destination
 from ckpt.formats.tensors import FilePlan
 
 
@@ -103,13 +104,6 @@ class TestFit:
 
 
 class TestMerge:
-    def test_bytes_are_counted_when_they_were_taken(self) -> None:
-        done: list[int] = []
-        pieces = counted([memoryview(b"abc"), memoryview(b""), memoryview(b"de")], done.append)
-        assert (next(pieces).tobytes(), done) == (b"abc", [])
-        assert [piece.tobytes() for piece in pieces] == [b"", b"de"]
-        assert done == [3, 0, 2]
-
     def test_the_output_is_a_file_in_a_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         for text in (f"{tmp_path}/a/m.safetensors", "m.safetensors", "b/m.safetensors"):
@@ -117,8 +111,8 @@ class TestMerge:
             assert (found.name, found.storage.url) == ("m.safetensors", os.path.dirname(text) or ".")
         (tmp_path / "dir.safetensors").mkdir()
         for wrong, message in (
-            (f"{tmp_path}/", "is a directory. Name the file"), ("dir.safetensors", "is a directory. Name the file"),
-            ("a/m.bin", "is not a file that ckpt can write"), ("s3://m.safetensors", "not a file that ckpt can write"),
+            (f"{tmp_path}/", "is a folder. Name a file in it"), ("dir.safetensors", "is a folder. Name a file in it"),
+            ("a/m.bin", "ckpt can't write to a/m.bin"), ("s3://m.safetensors", "ckpt can't write to s3://m.safetensors"),
         ):  # fmt: skip
             with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
                 _Destination.parse(wrong, None)
@@ -136,9 +130,9 @@ class TestMerge:
         there("m.safetensors", "m.safetensors.index.json", "other")
         there("other", files=2)
         for names, files, message in (
-            (("manifest.json",), 1, "is a checkpoint"), (("m.safetensors/x",), 1, "is a directory"),
-            (("m.safetensors",), 2, "m.safetensors would be mixed up"),
-            (("m.safetensors.index.json",), 2, "index.json would be mixed up"),
+            (("manifest.json",), 1, "is a checkpoint"), (("m.safetensors/x",), 1, "is a folder"),
+            (("m.safetensors",), 2, "m.safetensors together"),
+            (("m.safetensors.index.json",), 2, "index.json together"),
         ):  # fmt: skip
             with pytest.raises(ConfigError, match=message):
                 there(*names, files=files)
@@ -213,7 +207,7 @@ class TestFolders:
         (tmp_path / "link").symlink_to("real")
         monkeypatch.chdir(tmp_path / "real")
         for place, message in (
-            (tmp_path / "file", "is not a plain directory"), (tmp_path / "link", "is not a plain directory"),
+            (tmp_path / "file", "is a link, or not a folder"), (tmp_path / "link", "is a link, or not a folder"),
             (tmp_path / "real", "is the current folder, or contains it"), (tmp_path, "or contains it"),
         ):  # fmt: skip
             with pytest.raises(ConfigError, match=message), atomic_folder(place, over=True):
@@ -221,7 +215,7 @@ class TestFolders:
         refuse_checkpoints(tmp_path)
         (tmp_path / "real" / "manifest.json").touch()
         for folder in (tmp_path, tmp_path / "real"):
-            with pytest.raises(ConfigError, match="holds checkpoints, and ckpt does not overwrite them"):
+            with pytest.raises(ConfigError, match="contains checkpoints, and ckpt does not overwrite them"):
                 refuse_checkpoints(folder)
 
     def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(self, tmp_path: Path) -> None:
@@ -308,15 +302,6 @@ class TestCard:
         }  # fmt: skip
         return SimpleNamespace(**{**known, **changes})
 
-    def test_curves_are_those_of_the_run_up_to_the_checkpoint(self) -> None:
-        root = [self.manifest(number) for number in (3, 1, 2)] + [self.manifest(9, run="other"), self.manifest(5)]
-        of = Training.of(self.manifest(3), root)
-        assert of.curves == {"loss": [(1, 1.0), (2, 2.0), (3, 3.0)]}
-        assert of.lineage == {"run": "r", "checkpoint": "s3 (00000003)", "trained on from": "s2"}
-        assert Training.of(self.manifest(1), []).lineage == {"run": "r", "checkpoint": "s1 (00000001)"}
-        again = [self.manifest(1), self.manifest(2, step=1)]  # of one step, the last counts
-        assert curves(again[::-1]) == {"loss": [(1, 2.0)]}
-
     def test_fields_follow_from_the_model(self) -> None:
         tags = ["torch-ckpt"]
         assert known_fields({}, None) == {"tags": tags}
@@ -347,13 +332,30 @@ class TestCard:
         first = render(None, "T", {"tags": ["a"]}, {}, None)
         assert first.startswith("---\ntags:\n- a\n---\n\n# T\n\n<!-- ckpt writes")
         mine = first.replace("# T", "# Mine") + "more\n"
-        second = render(mine, "T", {"tags": ["b"]}, {"license": "mit"}, Training(hardware="GPU"), curve=True)
+        second = render(mine, "T", {"tags": ["b"]}, {"license": "mit"}, Training(hardware="GPU"))
         assert second.count("<!-- end of the section of ckpt -->") == 1
         assert "# Mine" in second
         assert second.endswith("more\n")
-        assert "| hardware | GPU |\n\n![metrics by step](training-curve.svg)" in second
+        assert "| hardware | GPU |" in second
         assert second.startswith("---\ntags:\n- a\nlicense: mit\n---\n")
         third = render(second, "T", {}, {"license": "apache"}, None)
         assert "license: apache" in third
         assert "license: mit" not in third
-        assert "training-curve" not in third
+
+
+@pytest.mark.parametrize(("where", "given"), [("az://x/model", {"key": 1}), ("/cache/model", None)])
+def test_storage_options_are_for_the_url_and_not_for_what_the_cache_has_of_it(
+    where: str, given: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def at(*arguments: Any) -> Any:
+        asked.append(arguments)
+        return SimpleNamespace(is_ours=True, checkpoints=lambda: ("storage", ["a"]))
+
+    monkeypatch.setattr(loading, "_reached", lambda shown, options: where)
+    monkeypatch.setattr(loading, "Place", SimpleNamespace(at=at))
+    monkeypatch.setattr(loading, "_load_checkpoint", lambda *arguments, strict: {"found": arguments[:2], "s": strict})
+    found = loading.load_model("az://x/model", nn.Linear(1, 1), format="hf", storage_options={"key": 1}, strict=False)
+    assert asked == [(where, given, "hf")]
+    assert found == {"found": ("storage", ["a"]), "s": False}

@@ -60,22 +60,22 @@ class TestShardsWithAnIndex:
 
     def test_without_an_index_it_is_refused(self, folder: Path) -> None:
         (folder / "model.safetensors.index.json").unlink()
-        refused(folder, "in several files, and no index says which of them counts: b")
+        refused(folder, "several files with the same tensors, and no index says which file counts: b")
 
     def test_so_is_one_that_the_index_leaves_out(self, folder: Path) -> None:
         self._write(folder, {"a": "1.safetensors", "c": "2.safetensors"})
-        refused(folder, "in several files, and no index says which of them counts: b")
+        refused(folder, "several files with the same tensors, and no index says which file counts: b")
 
     @pytest.mark.parametrize(
         ("weight_map", "why"),
         [
-            ({"a": "2.safetensors"}, "names tensors that are not there: a in 2.safetensors"),
-            ({"a": "1.safetensors", "d": "1.safetensors"}, "names tensors that are not there: d"),
-            ({"a": "../other.safetensors"}, "names files that are not there"),
-            ({"a": 5}, "is no index of safetensors files"),
-            ({"a": ["1.safetensors"]}, "is no index of safetensors files"),
-            (["1.safetensors"], "is no index of safetensors files"),
-            (None, "is no index of safetensors files"),
+            ({"a": "2.safetensors"}, "names tensors that its files lack: a in 2.safetensors"),
+            ({"a": "1.safetensors", "d": "1.safetensors"}, "names tensors that its files lack: d"),
+            ({"a": "../other.safetensors"}, "names files that are missing"),
+            ({"a": 5}, "is not a valid index of safetensors files"),
+            ({"a": ["1.safetensors"]}, "is not a valid index of safetensors files"),
+            (["1.safetensors"], "is not a valid index of safetensors files"),
+            (None, "is not a valid index of safetensors files"),
         ],
     )
     def test_an_index_that_is_wrong_is_refused(self, folder: Path, weight_map: Any, why: str) -> None:
@@ -85,7 +85,7 @@ class TestShardsWithAnIndex:
     @pytest.mark.parametrize("text", ["", "[]", "5", "{}", "[" * 100_000, '{"weight_map": {}, "weight_map": {}}'])
     def test_so_is_one_that_is_none(self, folder: Path, text: str) -> None:
         (folder / "model.safetensors.index.json").write_text(text)
-        refused(folder, "is no index of safetensors files")
+        refused(folder, "is not a valid index of safetensors files")
 
 
 @pytest.mark.parametrize("left", [".saving", "state.json"])
@@ -123,7 +123,7 @@ class TestFoldersOfDcp:
         del metadata.state_dict_metadata["model.__metadata__"]
 
     def test_a_tensor_that_no_safetensors_file_can_hold_is_named(self, folder: Path) -> None:
-        refused(folder, "a tensor is called '__metadata__', which no safetensors file can hold")
+        refused(folder, "a tensor is named '__metadata__', which safetensors reserves")
         self._alter(folder, self._drop_metadata)
         assert merged(folder)["w"].tolist() == torch.arange(12.0).view(3, 4).tolist()
 
@@ -154,7 +154,7 @@ class TestFoldersOfDcp:
                     metadata.storage_data[moved] = metadata.storage_data.pop(index)
 
         self._alter(folder, alter)
-        refused(folder, r"w \[.*\] (has a piece outside it|lacks)|is no metadata of torch|does not go with")
+        refused(folder, r"w \[.*\] (has a piece outside it|lacks)|is not a valid metadata file of torch|does not match")
 
     def test_the_same_bytes_are_not_many_tensors(self, folder: Path) -> None:
         def alter(metadata: Any) -> None:
@@ -167,7 +167,7 @@ class TestFoldersOfDcp:
                 metadata.storage_data[replace(index, fqn=name)] = metadata.storage_data[index]
 
         self._alter(folder, alter)
-        refused(folder, "its tensors have .* bytes, and its files have not")
+        refused(folder, "its tensors claim .* bytes, far more than the files have")
 
     @pytest.mark.parametrize(
         "change",
@@ -184,7 +184,7 @@ class TestFoldersOfDcp:
     def test_metadata_that_are_none_are_refused(self, folder: Path, change: Callable[[Any], None]) -> None:
         self._alter(folder, self._drop_metadata)
         self._alter(folder, change)
-        refused(folder, "is no metadata of torch|several values of the same name")
+        refused(folder, "is not a valid metadata file of torch|gives several values")
 
     @pytest.mark.parametrize("field", ["offset", "length", "relative_path"])
     @pytest.mark.parametrize("value", [-1, 1 << 70, 1.5, None, [], "../x", "/etc/passwd", 5])

@@ -125,5 +125,5 @@ def test_an_index_with_a_hole_of_a_terabyte_is_refused_before_it_is_read(tmp_pat
     merge(run, tmp_path / "model")
     with open(tmp_path / "model" / "model.safetensors.index.json", "wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(ckpt.DamagedError, match=r"index\.json is damaged: it has more than"):
+    with pytest.raises(ckpt.DamagedError, match=r"index\.json is damaged: it is larger than"):
         ckpt.merge(tmp_path / "model", tmp_path / "out" / "model.safetensors")

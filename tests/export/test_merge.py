@@ -124,7 +124,7 @@ class TestAccelerate:
     def test_one_without_metadata_was_cut_off(self, accelerate_folder: Place, root: Place) -> None:
         (accelerate_folder / ACCELERATE / ".metadata").unlink()
         for source in (accelerate_folder, accelerate_folder / ACCELERATE):
-            with pytest.raises(ckpt.DamagedError, match=r"\.metadata is missing, .* this save was cut off"):
+            with pytest.raises(ckpt.DamagedError, match=r"\.metadata is missing\. .*, so the save was cut off"):
                 ckpt.merge(source, root / "model.safetensors")
 
     def test_a_missing_file_of_a_rank_is_named(self, accelerate_folder: Place, root: Place) -> None:
@@ -168,20 +168,21 @@ class TestOurs:
         (root / "run" / "x" / "optimizer.safetensors").unlink()
         ckpt.merge(root / "run/x", root / "model.safetensors")
 
-    def test_a_root_is_asked_which_one(self, ours: Place, root: Place) -> None:
-        with pytest.raises(ckpt.ConfigError, match=r"holds 1 checkpoints\. Name one of them: .*/run/x"):
-            ckpt.merge(ours.parent, root / "model.safetensors")
+    def test_a_root_stands_for_its_newest_checkpoint(self, ours: Place, root: Place) -> None:
+        for source, name in ((ours, "named"), (ours.parent, "newest")):
+            ckpt.merge(source, root / f"{name}.safetensors")
+        assert (root / "named.safetensors").read_bytes() == (root / "newest.safetensors").read_bytes()
 
     @pytest.mark.also_on_s3
     def test_a_file_of_a_checkpoint_is_no_model_by_itself(self, ours: Place, root: Place) -> None:
-        with pytest.raises(ckpt.ConfigError, match=r"is a file of a checkpoint\. Name the checkpoint: .*run/x\."):
+        with pytest.raises(ckpt.ConfigError, match=r"Name the checkpoint itself: .*run/x\."):
             ckpt.merge(ours / "model.safetensors", root / "model.safetensors")
 
     @pytest.mark.slow
     def test_nor_is_the_piece_of_a_rank(self, tmp_path: Path) -> None:
         run_ranks(2, save_ours, str(tmp_path / "run"))
         piece = tmp_path / "run" / "x" / "model" / "00001.safetensors"
-        with pytest.raises(ckpt.ConfigError, match=r"is a file of a checkpoint\. Name the checkpoint: .*run/x\."):
+        with pytest.raises(ckpt.ConfigError, match=r"Name the checkpoint itself: .*run/x\."):
             ckpt.load_model(piece, net())
 
     def test_a_checkpoint_is_never_written_into(self, ours: Place, dcp: Place) -> None:
@@ -232,11 +233,11 @@ class TestOutput:
     def test_shards_are_not_mixed_with_an_older_output(self, dcp: Place, root: Place) -> None:
         target = root / "out" / "model.safetensors"
         ckpt.merge(dcp, target)
-        with pytest.raises(ckpt.ConfigError, match=r"out/model\.safetensors would be mixed up with the shards"):
+        with pytest.raises(ckpt.ConfigError, match=r"out/model\.safetensors together with the new shards"):
             ckpt.merge(dcp, target, max_shard_size=150)
         target.unlink()
         ckpt.merge(dcp, target, max_shard_size=150)
-        with pytest.raises(ckpt.ConfigError, match=r"index\.json would be mixed up"):
+        with pytest.raises(ckpt.ConfigError, match=r"index\.json together with"):
             ckpt.merge(dcp, target, max_shard_size=100)
 
     def test_an_older_file_is_replaced(self, dcp: Place, root: Place) -> None:
@@ -303,16 +304,16 @@ class TestNames:
         assert list(unwrapped(wrapped).values()) == bare
 
     def test_names_that_would_become_one_are_refused(self) -> None:
-        with pytest.raises(ckpt.ConfigError, match=r"the same name: a and _orig_mod\.a"):
+        with pytest.raises(ckpt.ConfigError, match=r"some names are the same .*: a and _orig_mod\.a"):
             unwrapped(["a", "_orig_mod.a"])
 
     def test_what_is_no_tensor_is_left_out_and_told(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         save_dcp({"model": {"a": torch.ones(2), "extra": 5}}, checkpoint_id=tmp_path / "dcp")
         ckpt.merge(tmp_path / "dcp", tmp_path / "model.safetensors")
-        assert "left out, because they are no tensors: extra" in caplog.text
+        assert "ckpt leaves out what is not a tensor: extra" in caplog.text
         torch.save({"a": torch.ones(2), "_extra_state": {"count": 5}}, tmp_path / "model.pt")
         ckpt.merge(tmp_path / "model.pt", tmp_path / "other.safetensors")
-        assert "left out, because they are no tensors: 1 objects (_extra_state)" in caplog.text
+        assert "ckpt leaves out 1 objects that are not tensors (_extra_state)" in caplog.text
 
 
 def gpt2(**options: Any) -> Any:
@@ -394,13 +395,13 @@ class TestBadInput:
         [
             (
                 {"dtype": "bfloat61"},
-                "dtype='bfloat61' is none that a model can be cast to. Choose one of float16, bfloat16",
+                "can't cast a model to dtype='bfloat61'. Choose one of float16, bfloat16",
             ),
-            ({"dtype": "int64"}, "dtype='int64' is none"),
-            ({"dtype": "nn"}, "dtype='nn' is none"),
+            ({"dtype": "int64"}, "can't cast a model to dtype='int64'"),
+            ({"dtype": "nn"}, "can't cast a model to dtype='nn'"),
             ({"max_shard_size": "5 apples"}, "max_shard_size='5 apples' is not a size"),
             ({"max_shard_size": 0}, "max_shard_size=0 is not a size"),
-            ({"part": "modell"}, "has no tensors of a part 'modell'. Parts with tensors: model."),
+            ({"part": "modell"}, "has no part 'modell' with tensors. Parts with tensors: model."),
         ],
     )
     def test_an_option_that_cannot_be_used(self, dcp: Place, tmp_path: Path, options: Any, told: str) -> None:
@@ -409,15 +410,15 @@ class TestBadInput:
         assert told in str(caught.value)
 
     def test_a_part_that_ours_does_not_have(self, ours: Place, tmp_path: Path) -> None:
-        with pytest.raises(ckpt.MissingError, match=r"x has no tensors of a part 'nets'\. Parts with tensors: model\."):
+        with pytest.raises(ckpt.MissingError, match=r"x has no part 'nets' with tensors\. Parts with tensors: model\."):
             ckpt.merge(ours, tmp_path / "model.safetensors", part="nets")
 
     @pytest.mark.parametrize(
         ("destination", "told"),
         [
-            ("folder", r"folder is a directory. Name the file: .*folder/model\.safetensors"),
-            ("folder/", r"is a directory. Name the file"),
-            ("model.bin", r"model\.bin is not a file that ckpt can write: name a file that ends with \.safetensors"),
+            ("folder", r"folder is a folder. Name a file in it: .*folder/model\.safetensors"),
+            ("folder/", r"is a folder. Name a file in it"),
+            ("model.bin", r"can't write to .*model\.bin\. Name a file that ends with \.safetensors"),
         ],
     )
     def test_a_destination_that_is_no_file(self, dcp: Place, tmp_path: Path, destination: str, told: str) -> None:
@@ -427,7 +428,7 @@ class TestBadInput:
 
     def test_a_destination_that_is_a_folder_of_a_store_without_folders(self, dcp: Place) -> None:
         open_storage("memory://merge/taken").write("model.safetensors/notes.txt", [b"x"])
-        with pytest.raises(ckpt.ConfigError, match=r"taken/model\.safetensors is a directory\. Name a file in it"):
+        with pytest.raises(ckpt.ConfigError, match=r"taken/model\.safetensors is a folder\. Name a file in it"):
             ckpt.merge(dcp, "memory://merge/taken/model.safetensors")
 
     def test_a_source_of_no_known_kind(self, root: Place, tmp_path: Path) -> None:
@@ -439,7 +440,7 @@ class TestBadInput:
         ):
             with pytest.raises(error, match=r"manifest\.json.*distcp.*pytorch_model_fsdp_0"):
                 ckpt.merge(root / source, tmp_path / "model.safetensors")
-        with pytest.raises(ckpt.DamagedError, match=r"pytorch_model\.bin holds no plain data of torch\.save"):
+        with pytest.raises(ckpt.DamagedError, match=r"pytorch_model\.bin has no valid data of torch\.save"):
             ckpt.merge(root / "old" / "pytorch_model.bin", tmp_path / "model.safetensors")
 
     @pytest.mark.slow

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ckpt.errors import DamagedError
-from ckpt.formats.foreign.dcp import METADATA, Contents, needed_files, read_metadata
+from ckpt.formats.foreign.dcp import METADATA, Contents, _with_optimizers, needed_files, read_metadata
 from ckpt.formats.foreign.torch_save import find_tensor, read_pickle
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.root.verify import StoredFile
@@ -163,7 +163,7 @@ class TestMetadata:
     @pytest.mark.parametrize("at", [0, 1, 10, 200, -1])
     def test_a_truncated_one_is_refused(self, tmp_path: Path, at: int) -> None:
         save_dcp({"a": torch.ones(100)}, checkpoint_id=tmp_path)
-        with pytest.raises(DamagedError, match=r"^here is no "):
+        with pytest.raises(DamagedError, match=r"^here is not a valid "):
             read_metadata((tmp_path / METADATA).read_bytes()[:at], "here")
 
     def test_no_changed_byte_leads_to_anything_but_a_clear_error(self, tmp_path: Path) -> None:
@@ -173,9 +173,16 @@ class TestMetadata:
             with suppress(DamagedError):  # a changed name is still a name
                 read_metadata(data[:at] + bytes([data[at] ^ 0x55]) + data[at + 1 :], "here")
 
+    def test_groups_of_which_one_is_none_are_no_optimizer(self) -> None:
+        for odd in (3, {}, {"lr": 0.1}):
+            tree = {"param_groups": [{"params": [0]}, odd], "state": {"0": 1}}
+            assert _with_optimizers(tree) == tree
+        fits = {"param_groups": [{"params": [0]}, {"params": [1]}], "state": {"0": 1}}
+        assert _with_optimizers(fits) == {**fits, "state": {0: 1}}
+
     def test_one_that_is_something_else_is_refused(self) -> None:
         for value in (None, 3, {"a": 1}, [1], OrderedDict(a=1)):
-            with pytest.raises(DamagedError, match="here is no metadata of"):
+            with pytest.raises(DamagedError, match="here is not a valid metadata file of"):
                 read_metadata(pickle.dumps(value), "here")
 
 
@@ -204,7 +211,7 @@ class TestHostilePickles:
         with pytest.raises(DamagedError, match=f"here names '(__builtin__|{named.partition('.')[0]})") as caught:
             read_metadata(data, "here")
         assert named.partition(".")[2] in str(caught.value)
-        assert "not executed" in str(caught.value)
+        assert "did not execute it" in str(caught.value)
         assert not (tmp_path / "made").exists()
         pickle.loads(data)
         assert (tmp_path / "made").exists()  # it would have been
@@ -254,7 +261,7 @@ class TestChunks:
     @pytest.mark.parametrize("value", [3, {"a": torch.ones(1)}, torch.ones(2, dtype=torch.complex64).conj()])
     def test_anything_else_is_refused(self, tmp_path: Path, value: Any) -> None:
         torch.save(value, tmp_path / "chunk")
-        with pytest.raises(DamagedError, match=r"chunk holds no tensor of torch\.save at byte 0"):
+        with pytest.raises(DamagedError, match=r"chunk has no valid tensor of torch\.save at byte 0"):
             self.find(tmp_path / "chunk")
 
     def test_no_cut_leads_to_anything_but_a_clear_error(self, tmp_path: Path) -> None:
@@ -262,7 +269,7 @@ class TestChunks:
         data = (tmp_path / "whole").read_bytes()
         for length in range(0, len(data), 7):
             (tmp_path / "chunk").write_bytes(data[:length])
-            with pytest.raises(DamagedError, match="chunk holds no tensor"):
+            with pytest.raises(DamagedError, match="chunk has no valid tensor"):
                 self.find(tmp_path / "chunk")
 
 

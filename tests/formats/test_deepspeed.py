@@ -202,16 +202,16 @@ def _spoilt(folder: Path, how: str) -> None:
 
 
 SPOILT = {
-    "a rank is missing": "of 1 ranks, and 2 wrote it",
-    "no rank is there": "of 0 ranks, and several wrote it",
-    "shapes are too large": "and its parameters 1099511627776",
-    "shapes are no sizes": "sizes and offsets can't be -1",
-    "a partition is short": "and its parameters 17",
-    "a partition is long": "has 49 elements, and its parameters 17",
-    "a partition is no tensor": "a str is in the place of a tensor",
-    "it would run code": r"names 'posix.mkdir'.*It was not executed",
-    "it is no archive": "holds no plain data of torch.save",
-    "a parameter has no place": "groups of parameters are not the 1",
+    "a rank is missing": "of 1 ranks, but 2 ranks wrote it",
+    "no rank is there": "of 0 ranks, but several ranks wrote it",
+    "shapes are too large": "but its parameters have 1099511627776",
+    "shapes are no sizes": "a size or offset can't be -1",
+    "a partition is short": "but its parameters have 17",
+    "a partition is long": "has 49 elements, but its parameters have 17",
+    "a partition is no tensor": "expected a tensor, found a str",
+    "it would run code": r"names 'posix.mkdir'.*ckpt did not execute it",
+    "it is no archive": "has no valid data of torch.save",
+    "a parameter has no place": "partitions of 1 parameter groups",
 }
 
 
@@ -232,7 +232,7 @@ def test_what_latest_names_is_read_and_nothing_outside_the_folder(tmp_path: Path
     assert ckpt.merge(tmp_path / "run", tmp_path / "model.safetensors")
     write_save(tmp_path / "outside", 3)
     (tmp_path / "run" / "latest").write_text("../outside")
-    with pytest.raises(ckpt.MissingError, match=r"latest names '../outside', and no such save"):
+    with pytest.raises(ckpt.MissingError, match=r"latest names '../outside', but DeepSpeed saved nothing"):
         ckpt.merge(tmp_path / "run", tmp_path / "other.safetensors")
 
 
@@ -242,5 +242,5 @@ def test_other_parallelism_of_deepspeed_is_refused_by_name(tmp_path: Path, more:
     torch.save(model_states(), folder / more)
     with pytest.raises(ckpt.UnsupportedError, match=r"pipeline, tensor or expert parallelism.*save_16bit_model"):
         ckpt.merge(folder, tmp_path / "model.safetensors")
-    with pytest.raises(ckpt.MissingError, match="the model is read"):
+    with pytest.raises(ckpt.MissingError, match="it reads only the model"):
         ckpt.merge(write_save(tmp_path / "other", 1), tmp_path / "model.safetensors", part="optimizer")

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import pickle
 import zipfile
 from collections import Counter, OrderedDict, deque
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save as safetensors_of
 
 from ckpt.errors import DamagedError, MissingError
 from ckpt.formats import fingerprint
-from ckpt.formats.foreign import torch_files, torch_save, torch_write
-from ckpt.formats.foreign.deepspeed import master_weight
+from ckpt.formats.foreign import hf_safetensors, torch_files, torch_save, torch_write
+from ckpt.formats.foreign.deepspeed import master_weight, universal
+from ckpt.formats.foreign.hf_safetensors import tensors_at
 from ckpt.formats.foreign.megatron import MegatronSave
 from ckpt.formats.foreign.torch_save import Described, check_bounds, checked_key, read_pickle, read_values
 from ckpt.formats.layout import Box, Layout, chunk
 from ckpt.formats.pieces import Piece, PiecedTensor, Region
+from ckpt.root.folder import ROOT_ITSELF, Folder
+from ckpt.storage import MemoryStorage
+
+
+class Special(torch.Tensor):
+    """A tensor with a class of its own."""
 
 
 class Bytes:
@@ -90,7 +101,7 @@ class TestPickles:
         monkeypatch.setattr(torch_save, "_ALWAYS_NODES", 0)
         monkeypatch.setattr(torch_save, "_PER_BYTE", 1)
         check_bounds([1, 2, 3], 4, "file")
-        with pytest.raises(DamagedError, match="file holds references to the same objects over and over"):
+        with pytest.raises(DamagedError, match="file holds more references to the same objects"):
             check_bounds([1, 2, 3], 3, "file")
         check_bounds("x" * 64, 3, "file")
         with pytest.raises(DamagedError):
@@ -104,13 +115,13 @@ class TestPickles:
             check_bounds([shared, shared], 4, "file")
         inside: list[Any] = []
         inside.append(inside)
-        with pytest.raises(DamagedError, match="inside itself"):
+        with pytest.raises(DamagedError, match="contains itself"):
             check_bounds(inside, 100, "file")
         value: Any = []
         for _ in range(torch_save.DEEPEST):
             value = [value]
         check_bounds(value, 10_000_000, "file")
-        with pytest.raises(DamagedError, match="nested beyond measure"):
+        with pytest.raises(DamagedError, match="nested too deeply"):
             check_bounds([value], 10_000_000, "file")
 
     def test_keys_are_numbers_text_and_short_tuples(self) -> None:
@@ -137,7 +148,7 @@ class TestPickles:
             (1 << torch_save._WIDEST_KEY,),
         )
         for refused in wrong:
-            with pytest.raises(ValueError, match="is a key in it"):
+            with pytest.raises(ValueError, match="a key of a dict is"):
                 checked_key(refused)
 
 
@@ -163,7 +174,7 @@ class TestArchives:
         assert window.read() == b""
         assert window.seek(5) == 5
         assert window.seek(2, 1) == 7
-        with pytest.raises(ValueError, match="before its first byte"):
+        with pytest.raises(ValueError, match="before the first byte"):
             window.seek(-1)
 
     def test_what_is_compressed_is_refused(self) -> None:
@@ -173,7 +184,7 @@ class TestArchives:
             for name in archive.namelist():
                 other.writestr(name, archive.read(name))
         assert read_values(Bytes(data), 0, len(data), "file") == {"a": 1}
-        with pytest.raises(DamagedError, match="is compressed, and could be of any size"):
+        with pytest.raises(DamagedError, match="is compressed, so it could unpack to any size"):
             read_values(Bytes(packed.getvalue()), 0, len(packed.getvalue()), "file")
         with pytest.raises(DamagedError):
             read_values(Bytes(data[:-30]), 0, len(data) - 30, "file")
@@ -209,9 +220,45 @@ class TestOthers:
         assert (region.sizes, region.start, region.where) == ((2, 3), 0, "file")
         for shape in ((7,), (2, 2)):
             with pytest.raises(
-                DamagedError, match="file is no part of a universal checkpoint: 6 elements are none of shape"
+                DamagedError,
+                match="file is not a valid part of a universal checkpoint: 6 elements",
             ):
                 master_weight(flat, shape, "file")
+
+    def test_a_universal_save_of_deepspeed_has_what_its_files_say_of_its_own_parameters(self) -> None:
+        storage = MemoryStorage("universal-files")
+        groups: list[dict[str, tuple[int, ...]]] = [{"a": (2,), "b": (2, 2)}, {"c": (1,), "quiet": (3,)}]
+        assert universal(Folder.of_checkpoint(storage, ROOT_ITSELF), groups) is None
+        files: dict[str, Any] = {
+            "optimizer_state": {
+                "param_groups": [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": [1]}],
+                "optimizer_state_dict": {"state": {0: {"step": torch.tensor(7.0)}, 1: {}}},
+            },
+            "a/exp_avg": {"param": torch.ones(2)}, "a/fp32": {"param": torch.zeros(2)}, "a/step": torch.tensor(3.0),
+            "b/exp_avg": torch.arange(4.0), "c/exp_avg": {"param": torch.ones(1)}, "other/exp_avg": torch.ones(9),
+        }  # fmt: skip
+        for path, value in files.items():
+            storage.write(f"zero/{path}.pt", [saved(value)])
+        found = universal(Folder.of_checkpoint(storage, ROOT_ITSELF), groups)
+        assert found is not None
+        assert {name: sorted(state) for name, state in found["state"].items()} == {
+            "a": ["exp_avg", "step"], "b": ["exp_avg", "step"], "c": ["exp_avg"],
+        }  # fmt: skip
+        assert (float(found["state"]["a"]["step"]), float(found["state"]["b"]["step"])) == (3.0, 7.0)
+        assert found["state"]["b"]["exp_avg"].shape == (2, 2)
+        assert found["param_groups"] == [{"lr": 0.1, "params": ["a", "b"]}, {"lr": 0.2, "params": ["c", "quiet"]}]
+
+    def test_an_index_has_a_limit_and_its_files_must_be_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        storage, name = MemoryStorage("index-limit"), "model.safetensors.index.json"
+        index = json.dumps({"weight_map": {"w": "x.safetensors"}}).encode()
+        storage.write(name, [index])
+        with pytest.raises(DamagedError, match=r"x\.safetensors"):
+            tensors_at(Folder.of_checkpoint(storage, ROOT_ITSELF), name)
+        storage.write("x.safetensors", [safetensors_of({"w": torch.ones(2)})])
+        for limit, fits in ((len(index), True), (len(index) - 1, False)):
+            monkeypatch.setattr(hf_safetensors, "_LARGEST_INDEX", limit)
+            with nullcontext() if fits else pytest.raises(DamagedError, match=f"{limit} bytes"):
+                assert tensors_at(Folder.of_checkpoint(storage, ROOT_ITSELF), name).keys() == {"w"}
 
     def test_a_save_of_megatron_that_lacks_a_piece_is_refused(self) -> None:
         region = Region(Bytes(bytes(100)), "file", torch.float32, 0, (2,), (1,))
@@ -229,18 +276,18 @@ class TestOthers:
             assert list(save(rest).tensors("model")) == ["decoder.weight"]
             with pytest.raises(DamagedError):
                 save(part).tensors("model")
-            with pytest.raises(MissingError, match=r"no tensors of a part 'optimizer'\. Parts with tensors: model\."):
+            with pytest.raises(MissingError, match=r"no part 'optimizer' with tensors\. Parts with tensors: model\."):
                 save(rest).tensors("optimizer")
 
-    def test_tensors_of_special_kinds_are_found_wherever_they_are(self) -> None:
-        class Special(torch.Tensor):
-            pass
-
+    def test_tensors_of_special_kinds_are_found_wherever_they_are_and_stay_what_they_are(self, tmp_path: Path) -> None:
         special = torch.zeros(1).as_subclass(Special)
         for value in (special, [1, special], (special,), {"a": {"b": [special]}}):
             assert torch_write._has_subclasses(value)
         for plain in (torch.zeros(1), torch.nn.Parameter(torch.zeros(1)), [1, "x"], {"a": (torch.zeros(1),)}, None):
             assert not torch_write._has_subclasses(plain)
+        torch_write.write_file(str(tmp_path / "special.pt"), {"a": [special]}, lambda count: None)
+        with torch.serialization.safe_globals([Special]):
+            assert type(torch.load(tmp_path / "special.pt")["a"][0]) is Special
 
     def test_fingerprints_read_on_the_device_are_those_of_the_host(self) -> None:
         tensors = {

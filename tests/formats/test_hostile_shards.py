@@ -90,40 +90,40 @@ def test_a_checkpoint_like_these_that_is_right_is_loaded(sharded: Path, tmp_path
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (_layout(ranks=[0, 0]), "1 different ones of 2"),
-        (_layout(ranks=[0, 2]), "rank 2 is in a mesh, and there were 2"),
-        (_layout(ranks=[0, -1]), "sizes and offsets"),
-        (_layout(ranks=[0, True]), "sizes and offsets"),
-        (_layout(ranks=[0]), "a mesh of 2 ranks has 1"),
-        (_layout(mesh=[3]), "a mesh of 3 ranks has 2"),
-        (_layout(mesh=[1]), "a mesh of 1 ranks has 2"),
+        (_layout(ranks=[0, 0]), "lists 2 ranks, but 1 different ones"),
+        (_layout(ranks=[0, 2]), "contains rank 2, but there were only 2"),
+        (_layout(ranks=[0, -1]), "size or offset"),
+        (_layout(ranks=[0, True]), "size or offset"),
+        (_layout(ranks=[0]), "a mesh of 2 lists 1 ranks"),
+        (_layout(mesh=[3]), "a mesh of 3 lists 2 ranks"),
+        (_layout(mesh=[1]), "a mesh of 1 lists 2 ranks"),
         (_layout(mesh=[], ranks=[], placements=[]), "a mesh of"),
-        (_layout(mesh=[0], ranks=[]), "a mesh of 0 ranks"),
-        (_layout(placements=[]), "no placements"),
-        (_layout(placements=["S0", "R"]), "no placements"),
-        (_layout(placements=["P"]), "no placements"),
+        (_layout(mesh=[0], ranks=[]), "a mesh of 0 lists"),
+        (_layout(placements=[]), "can't be placements"),
+        (_layout(placements=["S0", "R"]), "can't be placements"),
+        (_layout(placements=["P"]), "can't be placements"),
         (_layout(placements=[0]), "TypeError"),
         (_layout(placements=["S2"]), "it has no dimension"),
         (_layout(placements=["S0/999999999"]), "stands over 1 pieces of dimension 0"),
         (_layout(placements=["S0/0"]), "stands over 1 pieces of dimension 0"),
-        (_layout(mesh="2"), "sizes and offsets"),
+        (_layout(mesh="2"), "size or offset"),
         (_table(lambda table: table.update(layouts=[])), "KeyError"),
         (_table(lambda table: table.update(tensors=[])), "AttributeError"),
         (_table(lambda table: table.pop("aliases")), "KeyError"),
-        (_table(lambda table: table.update(aliases={"x": ["weight"]})), "an alias is not a name"),
+        (_table(lambda table: table.update(aliases={"x": ["weight"]})), "an alias is not text"),
         (_row("weight", 0, "quint4x2"), "not a dtype that ckpt stores"),
-        (_row("weight", 1, [ROWS, -4]), "sizes and offsets"),
+        (_row("weight", 1, [ROWS, -4]), "size or offset"),
         (_row("weight", 1, [1 << 62, 1 << 62]), "a tensor can't have the shape"),
         (_row("weight", 2, -1), "KeyError"),
         (_row("weight", 2, 1), "KeyError"),
-        (_row("weight", 3, 1), "there is no copy 1 of 1"),
-        (_row("weight", 3, -2), "there is no copy -2 of 1"),
-        (_row("weight", 3, 0.0), "there is no copy"),
+        (_row("weight", 3, 1), "the table asks for copy 1 of a tensor with 1"),
+        (_row("weight", 3, -2), "the table asks for copy -2 of a tensor with 1"),
+        (_row("weight", 3, 0.0), "the table asks for copy"),
     ],
 )
 def test_a_table_with_a_hole_is_refused_before_anything_is_changed(sharded: Path, change: Change, why: str) -> None:
     alter_json(sharded / "state.json", change)
-    _refused(sharded, f"the shard table of a part is no table that ckpt writes: .*{why}")
+    _refused(sharded, f"the shard table of a part is not a valid shard table: .*{why}")
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def _renamed(header: dict[str, Any]) -> None:
 @pytest.mark.parametrize("change", [_cast, _reshaped, _moved, _of_another, _renamed])
 def test_a_piece_of_another_dtype_shape_or_place_is_refused(sharded: Path, change: Change) -> None:
     alter_header(sharded / "model" / "00001.safetensors", change, sharded)
-    _refused(sharded, "does not go with the checkpoint's table of shards|has written no piece")
+    _refused(sharded, "does not match the checkpoint's shard table|but it did not")
 
 
 def _refused(folder: Path, why: str) -> None:
@@ -191,7 +191,7 @@ def test_a_table_of_more_shards_than_files_have_room_for_is_not_gone_through(sha
         "aliases": {},
     }
     manifest = Manifest.from_bytes((sharded / FILE_NAME).read_bytes(), "manifest")
-    with pytest.raises(DamagedError, match="more shards than the files of the checkpoint have room for"):
+    with pytest.raises(DamagedError, match="more shards than the checkpoint's files can hold"):
         ShardTable.from_json(table, replace(manifest, world_size=ranks))
 
 
@@ -259,6 +259,6 @@ def test_a_save_refuses_shards_of_which_pytorch_does_not_say_where_they_are() ->
     uneven = Layout((3, 2), tuple(range(6)), ("S0/2", "S0"))
     even = {"even": ShardSpec(torch.float32, (12, 4), uneven)}
     refuse_overlapping(even)
-    with pytest.raises(UnsupportedError, match=r"uneven: shards S0/2,S0 of a tensor of shape \[13, 4\]") as raised:
+    with pytest.raises(UnsupportedError, match=r"uneven: a tensor of shape \[13, 4\] is sharded as S0/2,S0") as raised:
         refuse_overlapping({**even, "uneven": ShardSpec(torch.float32, (13, 4), uneven)})
     assert len(raised.value.problems) == 1

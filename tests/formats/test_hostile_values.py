@@ -146,7 +146,7 @@ class TestPickles:
             def __reduce__(self) -> Any:
                 return rebuild, arguments, state
 
-        with pytest.raises(DamagedError, match="over and over"):
+        with pytest.raises(DamagedError, match="more references to the same objects"):
             values(archive(pickled([Array() for _ in range(5000)], 4)))  # 500 MB of 300 kB
 
     @pytest.mark.parametrize("name", ["data.pkl", "byteorder"])
@@ -156,7 +156,7 @@ class TestPickles:
             for entry in ("data.pkl", "byteorder"):
                 kind = zipfile.ZIP_DEFLATED if entry == name else zipfile.ZIP_STORED
                 file.writestr(f"x/{entry}", b"little" if entry == "byteorder" else b"N.", compress_type=kind)
-        with pytest.raises(DamagedError, match=f"its {name} is compressed"):
+        with pytest.raises(DamagedError, match=f"{name} in the archive is compressed"):
             values(buffer.getvalue())
 
 
@@ -200,14 +200,14 @@ def test_nothing_crashes_hangs_or_fills_the_memory() -> None:
 class TestTensorsOfTorchSave:
     def test_a_stride_of_zero_does_not_make_gigabytes_of_a_few_bytes(self) -> None:
         data = archive(tensor(torch.float32, (1 << 33,), (0,)), {"0": bytes(40)})
-        with pytest.raises(DamagedError, match="far larger than its"):
+        with pytest.raises(DamagedError, match="claim far more than the"):
             values(data)
         with pytest.raises(DamagedError):
             find_tensor(FileInMemory(data), 0, len(data), "chunk")
 
     def test_nor_do_many_tensors_of_one_storage(self) -> None:
         many = [tensor(torch.uint8, (1 << 26,), (0,), first=n) for n in range(10)]  # 64 MiB each
-        with pytest.raises(DamagedError, match="far larger than its"):
+        with pytest.raises(DamagedError, match="claim far more than the"):
             values(archive(many, {"0": bytes(64)}))
 
     def test_an_expanded_tensor_is_read(self, tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ class TestDocuments:
     def test_a_part_has_what_its_readers_rely_on(self, part: Any) -> None:
         for document in ({"parts": {"a": part}}, {"parts": part}, part):
             if document != {"parts": {}}:
-                with pytest.raises(DamagedError, match=r"state\.json is no document that ckpt writes"):
+                with pytest.raises(DamagedError, match=r"state\.json is not a valid document"):
                     parts_in(document, "parts", "state.json")
 
 
@@ -328,7 +328,7 @@ def test_a_table_of_shards_without_anything_is_damage_for_a_conversion_too(tmp_p
     with ckpt.StateManager(tmp_path / "run", model=nn.Linear(2, 2)) as manager:
         manager.save_state("a")
     alter_json(tmp_path / "run" / "a" / "state.json", lambda data: data["parts"]["model"].update(spread={}))
-    with pytest.raises(DamagedError, match="no table that ckpt writes"):
+    with pytest.raises(DamagedError, match="not a valid shard table"):
         ckpt.convert(tmp_path / "run" / "a", tmp_path / "out", to="accelerate")
 
 

@@ -5,18 +5,16 @@ The registry, which knows all of them by the names of their files, imports those
 
 from __future__ import annotations
 
-import ast
-
 import pytest
 
-from tests.test_imports import below, imported, modules, package_of
+from tests.test_imports import below, imported, modules, package_of, parsed
 
 NATIVE, FOREIGN = "ckpt.formats.native", "ckpt.formats.foreign"
 
 
 def imports_of(module: str) -> list[str]:
     path = modules()[module]
-    return list(imported(ast.parse(path.read_text()), package_of(module, path)))
+    return list(imported(parsed(path), package_of(module, path)))
 
 
 REGISTRY = "ckpt.formats.registry"

@@ -126,7 +126,7 @@ class TestDamage:
         ],
     )
     def test_bytes_that_match_their_digest_and_are_no_manifest_are_damaged(self, lines: bytes) -> None:
-        with pytest.raises(DamagedError, match=r"step/manifest\.json is no manifest of ckpt"):
+        with pytest.raises(DamagedError, match=r"step/manifest\.json is not a valid manifest"):
             Manifest.from_bytes(signed(lines), "step/manifest.json")
 
 
@@ -200,13 +200,13 @@ class TestSchema:
 
     @pytest.mark.parametrize(("field", "value"), BAD_FIELDS)
     def test_a_field_that_makes_no_sense_is_named(self, field: str, value: Any) -> None:
-        with pytest.raises(DamagedError, match=rf"step/manifest\.json is no manifest of ckpt: .*{field.rstrip('s')}"):
+        with pytest.raises(DamagedError, match=rf"step/manifest\.json is not a valid manifest: .*{field.rstrip('s')}"):
             Manifest.from_bytes(altered(SMALL, **{field: value}), "step/manifest.json")
 
     @pytest.mark.parametrize(("field", "value"), BAD_FILE_FIELDS)
     def test_a_field_of_a_file_that_makes_no_sense_is_named(self, field: str, value: Any) -> None:
         file = {**dataclasses.asdict(SMALL.files[0]), field: value}
-        with pytest.raises(DamagedError, match=r"is no manifest of ckpt: file .*(block|hash|head|size|path|name)"):
+        with pytest.raises(DamagedError, match=r"is not a valid manifest: file .*(block|hash|head|size|path|name)"):
             Manifest.from_bytes(altered(SMALL, files=[file]), "step/manifest.json")
 
     @pytest.mark.parametrize("field", ["name", "id", "sequence", "created", "run", "files"])
@@ -242,7 +242,7 @@ class TestSchema:
         "value", [b"[" * 200_000, b'{"a":' * 200_000, b"NaN", b"-Infinity", b"1" * 5000, b'"\xff"', b"1e", b"{"]
     )
     def test_json_that_is_too_deep_or_none_is_damaged(self, value: bytes) -> None:
-        with pytest.raises(DamagedError, match="is no manifest of ckpt"):
+        with pytest.raises(DamagedError, match="is not a valid manifest"):
             Manifest.from_bytes(signed(b'"format": "ckpt", "version": 1, "x": ' + value + b"}"), "manifest.json")
 
     @pytest.mark.parametrize("version", [0, -1, True, 1.0, None, "2", 10**7])
@@ -252,7 +252,7 @@ class TestSchema:
 
     def test_the_writer_of_a_newer_format_is_shown_only_if_it_is_a_version(self) -> None:
         for versions in ({"ckpt": "9\x1b[2J"}, {"ckpt": ["9"]}, ["ckpt"], None):
-            with pytest.raises(VersionError, match=r"written by ckpt \?;"):
+            with pytest.raises(VersionError, match=r"written by ckpt \?,"):
                 Manifest.from_bytes(altered(SMALL, version=99, versions=versions), "manifest.json")
 
     def test_what_no_reader_would_accept_is_not_written(self) -> None:

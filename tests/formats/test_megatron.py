@@ -125,10 +125,10 @@ def test_layers_are_tensors_by_the_names_of_the_module_and_the_optimizer_is_a_pa
         ckpt.merge(source, tmp_path / "model.safetensors")
         found = load_file(tmp_path / "model.safetensors")
         assert exact(dict(sorted(found.items()))) == exact(dict(sorted(_by_layer(STORED).items())))
-    assert f"left out, because they are no tensors: 3 objects ({EXTRA}/shard_0_2" in caplog.text
+    assert f"ckpt leaves out 3 objects that are not tensors ({EXTRA}/shard_0_2" in caplog.text
     ckpt.merge(written, tmp_path / "optimizer.safetensors", part="optimizer")
     assert exact(load_file(tmp_path / "optimizer.safetensors")) == exact({MOMENT: _numbers(2, 6, 4)})
-    with pytest.raises(ckpt.MissingError, match=r"'scheduler'. Parts with tensors: model, optimizer"):
+    with pytest.raises(ckpt.MissingError, match=r"'scheduler' with tensors\. Parts with tensors: model, optimizer"):
         ckpt.merge(written, tmp_path / "other.safetensors", part="scheduler")
 
 
@@ -197,8 +197,8 @@ def test_a_model_that_megatron_would_not_find_is_not_written(tmp_path: Path) -> 
     odd: Any = Net()
     odd.decoder["layers"][1].self_attention = nn.ModuleDict({"linear_qkv": WithExtra(4, 8, bias=False)})
     for name, model, why in (
-        ("plain", nn.Linear(2, 2), "has no names of Megatron-Core"),
-        ("odd", odd, r"linear_qkv\.weight in first are not alike: 2 of 2 have it, or in several shapes"),
+        ("plain", nn.Linear(2, 2), "does not use the names of Megatron-Core"),
+        ("odd", odd, r"linear_qkv\.weight in first is not the same in every layer: 2 of 2 layers have it"),
     ):
         with ckpt.StateManager(tmp_path / name, model=model) as manager:
             manager.save_state("first", wait=True)
@@ -218,10 +218,10 @@ def test_a_save_that_was_cut_off_or_is_of_another_kind_is_refused(copy: Path) ->
     with pytest.raises(ckpt.UnsupportedError, match=r"as 'zarr', but ckpt reads only 'torch_dist'"):
         ckpt.merge(copy, copy / "model.safetensors")
     (copy / "metadata.json").write_text("[]")
-    with pytest.raises(ckpt.DamagedError, match="does not say how tensors are stored"):
+    with pytest.raises(ckpt.DamagedError, match="does not say how the tensors are stored"):
         ckpt.merge(copy, copy / "model.safetensors")
     (copy / "metadata.json").unlink()
-    with pytest.raises(ckpt.DamagedError, match=r"metadata\.json is missing. Megatron-Core writes it last"):
+    with pytest.raises(ckpt.DamagedError, match=r"metadata\.json is missing. Megatron-Core writes this file last"):
         ckpt.merge(copy, copy / "model.safetensors")
     (copy / "metadata.json").write_text(CONFIG)
     (copy / "__1_0.distcp").unlink()
@@ -241,15 +241,19 @@ def test_what_common_pt_would_execute_is_not_executed_and_named(copy: Path, monk
 
 def test_a_tracker_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("../9")
-    with pytest.raises(ckpt.MissingError, match=r"says '\.\./9', and there is no such save"):
+    with pytest.raises(ckpt.MissingError, match=r"names '\.\./9', but there is no Megatron-Core save"):
         ckpt.merge(tmp_path, tmp_path / "model.safetensors")
 
 
 @pytest.mark.slow
-def test_the_commands_that_know_only_checkpoints_of_ours_say_what_reads_it(written: Path) -> None:
-    for command in ("show", "ls", "verify"):
+def test_commands_read_it_or_say_what_does(written: Path) -> None:
+    for command, told in {
+        "show": "saved by  Megatron-Core",
+        "ls": "It was written by Megatron-Core: ckpt convert",
+        "verify": "It was written by Megatron-Core: ckpt convert",
+    }.items():
         result = CliRunner().invoke(main, [command, str(written)])
-        assert "It was written by Megatron-Core: ckpt convert" in result.output, command
+        assert told in result.output, command
     result = CliRunner().invoke(main, ["diff", str(written), str(written)])
     assert "There is no difference." in result.output
 

@@ -112,7 +112,7 @@ class TestChecks:
     def test_sizes_and_shapes_are_taken_up_to_their_limits(self) -> None:
         assert checked_sizes([0, HUGE - 1]) == (0, HUGE - 1)
         for wrong in (-1, HUGE, True, 1.0, "1", None):
-            with pytest.raises(ValueError, match="sizes and offsets can't be"):
+            with pytest.raises(ValueError, match="a size or offset can't be"):
                 checked_sizes([1, wrong])
         assert checked_shape([1] * MOST_DIMENSIONS) == (1,) * MOST_DIMENSIONS
         assert checked_shape([HUGE // 16]) == (HUGE // 16,)
@@ -146,7 +146,7 @@ class TestChecks:
         found.add((11,), (0,), 8)  # 80 bytes more than are stored
         found.add((3,), (2,), 8)  # holes make nothing good
         found.add((6,), (0,), 4)
-        with pytest.raises(ValueError, match=r"a tensor of shape \[2\] is stored in 1 bytes"):
+        with pytest.raises(ValueError, match=r"a tensor of shape \[2\] can't come from only 1 stored bytes"):
             found.add((2,), (0,), 1)
 
     def test_errors_are_short_and_those_of_ckpt_pass(self) -> None:
@@ -156,10 +156,10 @@ class TestChecks:
         assert reason(ValueError("x" * 301)) == "x" * 300 + "..."
         with pytest.raises(UnsupportedError, match=r"^mine$"), damage_reported("where", "what"):
             raise UnsupportedError("mine")
-        with pytest.raises(DamagedError, match=r"^where is no what: so\.$"), damage_reported("where", "what"):
+        with pytest.raises(DamagedError, match=r"^where is not a valid what: so\.$"), damage_reported("where", "what"):
             raise ValueError("so")
         assert of_type(list, [1]) == [1]
-        with pytest.raises(ValueError, match="a bool stands where a int should"):
+        with pytest.raises(ValueError, match="expected a int, found a bool"):
             of_type(int, True)
 
 
@@ -262,11 +262,11 @@ class TestEncoder:
         for tag, name in (("$dtype", "strided"), ("$layout", "float32"), ("$memory_format", "save"), ("$dtype", "x")):
             with pytest.raises(DamagedError, match=f"has no {tag[1:]} '{name}'"):
                 decoder.decode({tag: name})
-        with pytest.raises(DamagedError, match=r"a value of an unknown kind, '\$new'\. Was it written by a newer"):
+        with pytest.raises(DamagedError, match=r"a value of the unknown kind '\$new'\. Did a newer"):
             decoder.decode({"$new": 1})
-        with pytest.raises(DamagedError, match="state is no state that ckpt writes: a key appears twice"):
+        with pytest.raises(DamagedError, match="state is not a valid state document: a key appears twice"):
             decoder.decode({"$items": [[1, 2], [1, 3]]})
-        with pytest.raises(DamagedError, match="a tensor of an unknown kind, 'os'"):
+        with pytest.raises(DamagedError, match="a tensor of the unknown kind 'os'"):
             decoder.decode({"$packed": {"kind": "os", "tensors": {}, "context": None}})
         assert decoder.decode({"$x": 1, "y": 2}) == {"$x": 1, "y": 2}
 
@@ -305,7 +305,7 @@ class TestEncoder:
 
         assert numpy_size([2, 3], "<f4") == 24
         assert numpy_size([1 << 20], "|V0") == 0
-        with pytest.raises(ValueError, match="1048577 elements without a byte"):
+        with pytest.raises(ValueError, match="1048577 elements of 0 bytes"):
             numpy_size([(1 << 20) + 1], "|V0")
         with pytest.raises(ValueError, match="holds Python objects"):
             numpy_size([1], "|O")
@@ -328,7 +328,7 @@ class TestEncoder:
         placeholder = SimpleNamespace(dtype=torch.uint8, shape=(8,))
         assert Decoder({"x": placeholder}.__getitem__).decode(wrong) is placeholder
         for tensor in (torch.zeros(7, dtype=torch.uint8), torch.zeros(8, dtype=torch.int8)):
-            with pytest.raises(DamagedError, match="are no array of"):
+            with pytest.raises(DamagedError, match="doesn't make an array of"):
                 Decoder({"x": tensor}.__getitem__).decode(wrong)
 
 
@@ -353,11 +353,11 @@ class TestDocuments:
             {"differs": {"tensors": []}}, {"differs": {"tensors": {"t": [-1]}}},
         )  # fmt: skip
         for change in changes:
-            with pytest.raises(DamagedError, match=r"^x is no document that ckpt writes: "):
+            with pytest.raises(DamagedError, match=r"^x is not a valid document: "):
                 parts_in({"parts": {"a": {**good, **change}}}, "parts", "x")
         parts: tuple[Any, ...] = ({"state": 1}, {"class": "X"}, [], {})
         for part in parts:
-            with pytest.raises(DamagedError, match=r"^x is no document"):
+            with pytest.raises(DamagedError, match=r"^x is not a valid document"):
                 parts_in({"parts": {"a": part}}, "parts", "x")
         with pytest.raises(DamagedError):
             parts_in({"parts": []}, "parts", "x")
@@ -372,9 +372,9 @@ class TestDocuments:
             name: (one.dtype, one.tolist()) for name, one in value.items()
         }
         data["tensors"]["t"]["shape"] = [2]
-        with pytest.raises(DamagedError, match=r"^x is no state that ckpt writes: 6 bytes are no torch.int16 of shape"):
+        with pytest.raises(DamagedError, match=r"^x is not a valid state document: 6 bytes don't make"):
             decode_inline(data, "x")
-        with pytest.raises(DamagedError, match=r"^x is no state"):
+        with pytest.raises(DamagedError, match=r"^x is not a valid state"):
             decode_inline({}, "x")
         encode_inline({"t": object()}, "p", problems)
         encode_part("K", {"u": object()}, "q", problems)
@@ -395,7 +395,7 @@ class TestHeaders:
                 "x" * size: ("U8", (2,), start, start + 2), "y": ("F32", (), start + 2, start + 6),
             }  # fmt: skip
             assert dict(read.metadata) == {"a": "b"}
-        with pytest.raises(UnsupportedError, match="a tensor is called '__metadata__'"):
+        with pytest.raises(UnsupportedError, match="a tensor is named '__metadata__'"):
             header.to_bytes([TensorHeader("__metadata__", "U8", [1], 1)], {})
 
     def test_what_is_no_header_is_damage_that_says_why(self) -> None:
@@ -408,26 +408,26 @@ class TestHeaders:
             (b"", "it has 0 bytes"),
             (b"1234567", "it has 7 bytes"),
             (bytes(8), "Expecting value"),
-            (struct.pack("<Q", 3) + b"{}", "its header claims 3 bytes, of 10 in the file"),
+            (struct.pack("<Q", 3) + b"{}", "its header claims 3 bytes, but the file has 10"),
             (struct.pack("<Q", 100_000_001) + b"{}", "its header claims 100000001 bytes"),
-            (whole + b"3", "its tensors end at byte"),
-            (whole[:-1], "its tensors end at byte"),
-            (with_header({"a": {**entry, "dtype": "X8"}}, b"12"), "a has an unknown dtype, 'X8'"),
-            (with_header({"a": {**entry, "dtype": "U16"}}, b"12"), r"a: 2 bytes are no U16 of shape \[2\]"),
+            (whole + b"3", "the last tensor ends at byte"),
+            (whole[:-1], "the last tensor ends at byte"),
+            (with_header({"a": {**entry, "dtype": "X8"}}, b"12"), "a has the unknown dtype 'X8'"),
+            (with_header({"a": {**entry, "dtype": "U16"}}, b"12"), r"a: 2 bytes don't make a U16 of shape \[2\]"),
             (with_header({"a": {**entry, "data_offsets": [1, 3]}}, b"123"), "a tensor begins at byte"),
-            (with_header({"__metadata__": {"x": 1}}), "its metadata is not text"),
-            (with_header({"__metadata__": {"ckpt": "[]"}}), "a list stands where a dict should"),
+            (with_header({"__metadata__": {"x": 1}}), "the metadata in its header is not text"),
+            (with_header({"__metadata__": {"ckpt": "[]"}}), "expected a dict, found a list"),
             (struct.pack("<Q", 17) + b'{"a": 1, "a": 2} ', "a name appears twice"),
-            (with_header({"a": [1]}), "a list stands where a dict should"),
+            (with_header({"a": [1]}), "expected a dict, found a list"),
         ):
             for read in (Header.read, outlines):
-                with pytest.raises(DamagedError, match=f"^file is no safetensors file that ckpt reads: .*{why}"):
+                with pytest.raises(DamagedError, match=f"^file is not a valid safetensors file: .*{why}"):
                     read(FileInMemory(data), "file", len(data))
-            with pytest.raises(DamagedError, match=f"^file is no safetensors file that ckpt reads: .*{why}"):
+            with pytest.raises(DamagedError, match=f"^file is not a valid safetensors file: .*{why}"):
                 opened(data)
         tables = with_header({"__metadata__": {"ckpt": '{"views": []}'}})
         for call in (lambda: outlines(FileInMemory(tables), "file", len(tables)), lambda: opened(tables)):
-            with pytest.raises(DamagedError, match=r"^file is no safetensors file that ckpt reads: a list stands"):
+            with pytest.raises(DamagedError, match=r"^file is not a valid safetensors file: expected"):
                 call()
 
     def test_outlines_are_those_of_the_tensors_and_not_of_bare_buffers(self) -> None:
@@ -523,12 +523,12 @@ class TestManifests:
             ({"format": "other"}, "its format is 'other'"), ({"version": 0}, "its version is 0"),
             ({"version": 1_000_000}, "its version is 1000000"), ({"version": True}, "its version is True"),
         ):  # fmt: skip
-            with pytest.raises(DamagedError, match=f"^here is no manifest of ckpt: {why}"):
+            with pytest.raises(DamagedError, match=f"^here is not a valid manifest: {why}"):
                 read(**fields)
-        with pytest.raises(VersionError, match=r"^here has format version 999999, written by ckpt 0\.1;"):
+        with pytest.raises(VersionError, match=r"^here has format version 999999, written by ckpt 0\.1,"):
             read(version=999_999)
         for versions in ({}, {"ckpt": "\x1b"}, {"ckpt": 1}, None):
-            with pytest.raises(VersionError, match=r"^here has format version 2, written by ckpt \?;"):
+            with pytest.raises(VersionError, match=r"^here has format version 2, written by ckpt \?,"):
                 read(version=2, versions=versions)
         data = MANIFEST.to_bytes()
         assert Manifest.from_bytes(data, "here") == MANIFEST
@@ -621,7 +621,7 @@ class TestTensorFiles:
         assert file.ties == {"b": "a"}
         assert file.about("turned") == (torch.float32, (3, 2))
         assert file.about("bits") == (torch.int32, (2, 3))
-        with pytest.raises(DamagedError, match="file has no tensor 'x', though the checkpoint refers to it"):
+        with pytest.raises(DamagedError, match="file has no tensor 'x', but the checkpoint refers to it"):
             file.about("x")
 
     def test_dtypes_that_safetensors_has_not_are_bytes_of_their_length(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -636,7 +636,7 @@ class TestTensorFiles:
             if (name, entry["shape"]) == ("complex32", [4]):
                 continue
             broken = with_header({"__metadata__": {"ckpt": json.dumps({"dtypes": {"x": name}})}, "x": entry}, b"1234")
-            with pytest.raises(DamagedError, match=r"are no elements of|is not a dtype that ckpt stores"):
+            with pytest.raises(DamagedError, match=r"can't be elements of|is not a dtype that ckpt stores"):
                 opened(broken)
         with pytest.raises(ValueError, match="'quint4x2' is not a dtype that ckpt stores"):
             dtype_of("quint4x2")
@@ -663,7 +663,7 @@ class TestTensorFiles:
                 "of": "x", "dtype": "uint8", "shape": [1], "stride": [1], "start": 0}}})},
              "x": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}, b"1",
         )  # fmt: skip
-        with pytest.raises(DamagedError, match="x is there twice"):
+        with pytest.raises(DamagedError, match="the header has x twice"):
             opened(twice)
 
     def test_pieces_of_a_tensor_are_collected_from_all_files(self) -> None:
@@ -728,7 +728,7 @@ class TestTensorFiles:
             next(pieces)
             pieces.close()
             assert made == (["a", "b"] if collective else [])
-        assert "could not finish the collective calls of other ranks: ZeroDivisionError" in caplog.text
+        assert "could not join the other ranks' remaining collective calls: ZeroDivisionError" in caplog.text
         whole = plan_gathered_file("path", meta, {"d": "a"}, lambda name: torch.full((2,), ord(name) * 1.0))
         file = opened(b"".join(whole.pieces()))
         assert file.ties == {"d": "a"}
@@ -802,9 +802,9 @@ class TestShardTables:
         for row in (["float32", [4, 2], 0, 1], ["float32", [4, 2], 0, -2], ["float32", [4, 2], 0, True],
                     ["float32", [4, 2], 2, 0], ["x", [4, 2], 0, 0], ["float32", [-1], 0, 0],
                     ["int8", [3], 1, 2]):  # fmt: skip
-            with pytest.raises(DamagedError, match=r"^the shard table of a part is no table that ckpt writes"):
+            with pytest.raises(DamagedError, match=r"^the shard table of a part is not a valid shard table"):
                 ShardTable.from_json({**data, "tensors": {"x": row}})
-        with pytest.raises(DamagedError, match="an alias is not a name"):
+        with pytest.raises(DamagedError, match="an alias is not text"):
             ShardTable.from_json({**data, "aliases": {"a": "x", "b": 1}})
         with pytest.raises(DamagedError):
             ShardTable.from_json(data, replace(MANIFEST, world_size=1))
@@ -820,7 +820,7 @@ class TestShardTables:
             if fits:
                 ShardTable.from_json(data, manifest)
             else:
-                with pytest.raises(DamagedError, match="more shards than the files of the checkpoint have room for"):
+                with pytest.raises(DamagedError, match="more shards than the checkpoint's files can hold"):
                     ShardTable.from_json(data, manifest)
 
     def test_a_tensor_is_read_from_the_files_that_can_be_read_here(self) -> None:
@@ -852,12 +852,12 @@ class TestShardTables:
         found.fill("tied", row, Box((3, 0), (1, 2)))
         assert row.equal(whole[3:])
         assert asked == [1]
-        with pytest.raises(DamagedError, match="refers to tensor 'y', but does not say where it is"):
+        with pytest.raises(DamagedError, match="refers to tensor 'y', but does not say which file has it"):
             found.about("y")
-        with pytest.raises(DamagedError, match="rank 0 has written no piece of tensor 'x'"):
+        with pytest.raises(DamagedError, match="rank 0 wrote a piece of tensor 'x', but it did not"):
             ShardedTensors(table, lambda _: []).tensor("x")
         huge = ShardTable({"x": ShardSpec(torch.uint8, (1 << 60,), Layout.of_one(0))})
-        with pytest.raises(DamagedError, match="rank 0 has written no piece"):  # before there is memory for it
+        with pytest.raises(DamagedError, match="rank 0 wrote a piece"):  # before there is memory for it
             ShardedTensors(huge, lambda _: []).tensor("x")
 
         def only(tensor: torch.Tensor | Shard, _: int) -> list[TensorFile]:
@@ -869,7 +869,7 @@ class TestShardTables:
             whole[:3],
             whole[:2].double(),
         ):
-            with pytest.raises(DamagedError, match="does not go with the checkpoint's table of shards: x is"):
+            with pytest.raises(DamagedError, match="does not match the checkpoint's shard table: its x is"):
                 ShardedTensors(table, partial(only, wrong)).tensor("x")
 
     def test_ranks_that_disagree_are_named(self) -> None:
@@ -894,7 +894,7 @@ class TestTensors:
         assert memory_size(tensor[1:]) == 6
         short = torch.zeros(4).t()
         short.untyped_storage().resize_(8)
-        with pytest.raises(UnsupportedError, match="has 8 bytes of memory, not the 16 of its elements"):
+        with pytest.raises(UnsupportedError, match="takes 8 bytes of memory, but its elements need 16"):
             memory_size(short)
         for lazy in (
             torch.tensor([1 + 2j]).conj(),

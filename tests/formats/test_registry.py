@@ -159,7 +159,7 @@ def test_every_entry_point_reads_the_same_weights(write: Callable[[Path], None],
         (dcp, "dcp ("),
         (adapter, "peft (adapter_model.safetensors)"),
         (root, "root (x/)"),
-        (fsdp_of_accelerate, "of two saves"),
+        (fsdp_of_accelerate, "has files of two saves"),
         (shards, "model.safetensors.index.json or "),
     ],
 )
@@ -185,10 +185,10 @@ def test_an_option_chooses_between_two_formats(tmp_path: Path, scratch: Path) ->
 
 def test_a_format_that_it_is_not_and_one_that_there_is_not_are_refused(tmp_path: Path, scratch: Path) -> None:
     dcp(tmp_path / "saved")
-    assert "format='zip' is none of ckpt, " in str(agreed(answers(tmp_path / "saved", scratch, format="zip")))
+    assert "format='zip' is not a format " in str(agreed(answers(tmp_path / "saved", scratch, format="zip")))
     found = answers(tmp_path / "saved", scratch, format="deepspeed")
     assert found.pop("compared") == answer(lambda: NEW)  # the option may be for the other side
-    assert "is no deepspeed: it is dcp" in str(agreed(found))
+    assert "is not in the format deepspeed, but in dcp" in str(agreed(found))
 
 
 def test_what_the_trainer_wrote_beside_its_engine_is_one_save(tmp_path: Path, scratch: Path) -> None:

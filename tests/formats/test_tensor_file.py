@@ -534,7 +534,7 @@ class TestDamage:
         ids=lambda data: repr(data[8:100]),
     )
     def test_a_header_that_is_not_one_is_damage(self, data: bytes) -> None:
-        with pytest.raises(DamagedError, match=r"step/model\.safetensors is no safetensors file that ckpt reads"):
+        with pytest.raises(DamagedError, match=r"step/model\.safetensors is not a valid safetensors file"):
             open_file(data, "step/model.safetensors")
 
     def test_a_header_like_these_that_is_right_is_read(self) -> None:

@@ -65,7 +65,7 @@ def test_a_thing_that_is_referred_to_several_times_is_made_once(tmp_path: Path) 
 def test_what_is_inside_itself_is_refused(tmp_path: Path) -> None:
     value: list[Any] = []
     value.append(value)
-    with pytest.raises(ckpt.DamagedError, match="inside itself"):
+    with pytest.raises(ckpt.DamagedError, match="contains itself"):
         values_of(tmp_path, value)
 
 
@@ -73,7 +73,7 @@ def test_a_pickle_that_could_be_of_any_size_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "value.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x/data.pkl", b"]" * 1_000_000)
     size = (tmp_path / "value.pt").stat().st_size
-    with pytest.raises(ckpt.DamagedError, match=r"its data\.pkl is compressed"):
+    with pytest.raises(ckpt.DamagedError, match=r"data\.pkl in the archive is compressed"):
         read_values(StoredFile(LocalStorage(tmp_path), "value.pt"), 0, size, "value.pt")
 
 
@@ -83,5 +83,5 @@ def test_calls_that_no_data_needs_are_refused(tmp_path: Path, pickled: bytes) ->
     with zipfile.ZipFile(data, "w") as archive:
         archive.writestr("x/data.pkl", pickled)
     (tmp_path / "value.pt").write_bytes(data.getvalue())
-    with pytest.raises(ckpt.DamagedError, match=r"by their number|__builtin__\.eval"):
+    with pytest.raises(ckpt.DamagedError, match=r"with a number|__builtin__\.eval"):
         read_values(StoredFile(LocalStorage(tmp_path), "value.pt"), 0, len(data.getvalue()), "value.pt")

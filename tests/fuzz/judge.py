@@ -20,12 +20,13 @@ from tests.fuzz.operation import Place, WrongError
 from tests.fuzz.targets import BY_NAME
 from tests.fuzz.tree import write_tree
 from tests.fuzz.watch import Sentinel, Watch
+from tests.fuzz.zero_seeds import STAGES
 
 SECONDS = 10.0
 MEMORY = 512 << 20  # bytes beyond those of the files
 _THREADS = 96 << 20  # the stacks of a few threads
 _LINES = 14  # of an error
-_UNTIED = ("sharded", "own-state", "dcp", "safetensors-sharded", "accelerate-sharded")
+_UNTIED = ("sharded", "own-state", "dcp", "safetensors-sharded", "accelerate-sharded", *STAGES)
 KINDS = ("crash", "hang", "error", "memory", "outside", "wrong")
 
 

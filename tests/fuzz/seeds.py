@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import ckpt
-from tests.fuzz.live import Live, Untied
+from tests.fuzz.live import Live, Net, Untied
 from tests.fuzz.zero_seeds import STAGES, zero
 from tests.helpers.processes import run_ranks
 
@@ -172,13 +172,9 @@ def torch_save(folder: Path) -> None:
 def lightning(folder: Path) -> None:
     from lightning.pytorch import LightningModule, Trainer
 
-    class Module(LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Live().model
-
+    class Module(Net, LightningModule):  # type: ignore[misc]
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-            loss: torch.Tensor = self.net(batch).pow(2).mean()
+            loss: torch.Tensor = self(batch).pow(2).mean()
             return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -199,7 +195,7 @@ def memory(folder: Path) -> None:
     held = folder / "memory"
     held.mkdir(parents=True)
     os.environ["CKPT_MEMORY_DIR"] = str(held)
-    place = create_place(folder / "root", rescue={})
+    place = create_place(folder / "root")
     for number in (1, 2):
         snapshot(place, f"step-{number}", sequence=number)
     place.release()

@@ -19,6 +19,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
@@ -46,7 +47,7 @@ BUCKET = hostile_bucket.BUCKET
 _QUICK = {"deadline": 0.5, "stall": 1.0}
 _BATCH = 20
 _MOMENT = "Thu, 01 Jan 2026 00:00:00 GMT"
-_ENDLESS = 192 << 20  # bytes
+_ENDLESS = 2 << 30  # bytes: whoever reads on takes more memory than a conversation may
 _NAMES = ("../../evil", "/tmp/evil", "a\\..\\evil", "x\x00y", "run/step-1/../../../evil", "\x1b[2Jevil", "", "a" * 5000)
 _STATUSES = (200, 204, 206, 301, 302, 304, 307, 308, 400, 401, 403, 404, 409, 410, 412, 416, 418, 429, 500, 503)
 _NONSENSE = (b"", b"null", b"[]", b"{}", b"7", b"<a", b"<html></html>", b"\xff\xfe\x00", b"[" * 20_000, b'{"items": 5}')
@@ -54,6 +55,10 @@ _NONSENSE = (b"", b"null", b"[]", b"{}", b"7", b"<a", b"<html></html>", b"\xff\x
 
 class HangError(BaseException):
     """Raised in an operation that takes too long."""
+
+
+class WrongError(Exception):
+    """Something else was restored than was saved."""
 
 
 @dataclass
@@ -130,6 +135,14 @@ def _less(draw: random.Random, reply: Reply, asked: Asked, elsewhere: str) -> Re
     return reply
 
 
+def _index(draw: random.Random, reply: Reply, asked: Asked, elsewhere: str) -> Reply:
+    """A page of links in which it takes long to find one."""
+    reply.body = draw.choice(
+        (b"<a" + b" " * 50_000, b"<a " * 50_000, b'<a href="x/">x</a>' * 1000, b"<a href='" * 9999)
+    )
+    return reply
+
+
 def _endless(draw: random.Random, reply: Reply, asked: Asked, elsewhere: str) -> Reply:
     reply.endless = True
     return reply
@@ -148,21 +161,34 @@ def _echo(draw: random.Random, reply: Reply, asked: Asked, elsewhere: str) -> Re
     return Reply(draw.choice((400, 403, 404, 500)), draw.choice((told, xml)).encode(), headers)
 
 
-LIES = (_status, _redirect, _length, _body, _byte, _names, _names, _headers, _less, _endless, _silent, _echo)
+LIES = (_status, _redirect, _length, _body, _byte, _names, _names, _headers, _less, _index, _endless, _silent, _echo)
 
 
 class Objects(Server):
-    """Objects in memory. A subclass says how a cloud shows them, as far as reading goes; writes are all accepted."""
+    """Objects in memory, each with the number of the write that made it, and its metadata. A subclass is a cloud."""
 
     def __init__(self, objects: dict[str, bytes]) -> None:
         super().__init__()
         self.objects, self.bend = objects, Liar("", 0, "").bend
+        self._about: dict[str, tuple[int, dict[str, str]]] = {}
+        self._parts: dict[str, bytes] = {}
+        self._turn = threading.Lock()
 
     def answer(self, asked: Asked, body: bytes) -> Reply:
-        return self.bend(asked, self.honest(asked))
+        with self._turn:
+            reply = self.honest(asked, body)
+        return self.bend(asked, reply)
 
-    def honest(self, asked: Asked) -> Reply:
+    def honest(self, asked: Asked, body: bytes) -> Reply:
         raise NotImplementedError
+
+    def about(self, key: str) -> tuple[int, dict[str, str]]:
+        return self._about.get(key, (1, {}))
+
+    def keep(self, key: str, data: bytes, metadata: dict[str, str]) -> int:
+        number = len(self.requests) + 2
+        self.objects[key], self._about[key] = data, (number, metadata)
+        return number
 
     def part(self, key: str, asked: Asked, headers: dict[str, str]) -> Reply:
         """An object, or the range of it that was asked for."""
@@ -180,48 +206,86 @@ class Objects(Server):
 
 
 class Gcs(Objects):
-    def honest(self, asked: Asked) -> Reply:
+    def honest(self, asked: Asked, body: bytes) -> Reply:
         _, _, key = asked.key.partition("/o/")
-        if asked.method != "GET":
-            return Reply(200, json.dumps({"size": "1", "generation": "2", "metadata": {}}).encode())
-        if not key:
+        if asked.method == "POST":
+            return self._write(asked, key, body)
+        if asked.method == "GET" and not key:
             found = [name for name in self.objects if name.startswith(asked.query.get("prefix", ""))]
-            return Reply(200, json.dumps({"items": [self._about(name) for name in found]}).encode())
-        if (key := unquote(key)) not in self.objects:
+            return self._told({"items": [self._resource(name) for name in found]})
+        if key not in self.objects:
             return Reply(404)
-        return self.part(key, asked, {}) if "alt" in asked.query else Reply(200, json.dumps(self._about(key)).encode())
+        if asked.method == "DELETE":
+            del self.objects[key]
+            return Reply(204)
+        return self.part(key, asked, {}) if "alt" in asked.query else self._told(self._resource(key))
 
-    def _about(self, key: str) -> dict[str, str]:
-        return {"name": key, "size": str(len(self.objects[key])), "generation": "1"}
+    def _write(self, asked: Asked, key: str, body: bytes) -> Reply:
+        if "/rewriteTo/" in key:
+            source, _, target = key.partition(f"/rewriteTo/b/{BUCKET}/o/")
+            self.keep(target, self.objects[source], self.about(source)[1])
+            return self._told({"done": True})
+        _, described, content = body.split(f"--{asked.headers['content-type'].partition('=')[2]}".encode())[:3]
+        fields = json.loads(described.partition(b"\r\n\r\n")[2])
+        wanted, name = asked.query.get("ifGenerationMatch"), fields["name"]
+        if wanted is not None and int(wanted) != (self.about(name)[0] if name in self.objects else 0):
+            return Reply(412)
+        self.keep(name, content.partition(b"\r\n\r\n")[2].removesuffix(b"\r\n"), fields.get("metadata", {}))
+        return self._told(self._resource(name))
+
+    def _resource(self, key: str) -> dict[str, Any]:
+        number, metadata = self.about(key)
+        return {"name": key, "size": str(len(self.objects[key])), "generation": str(number), "metadata": metadata}
+
+    def _told(self, fields: dict[str, Any]) -> Reply:
+        return Reply(200, json.dumps(fields).encode())
 
 
 class Azure(Objects):
-    def honest(self, asked: Asked) -> Reply:
+    def honest(self, asked: Asked, body: bytes) -> Reply:
         key = asked.key.removeprefix(f"account/{BUCKET}").lstrip("/")
-        facts = {"ETag": '"1"', "Last-Modified": _MOMENT, "x-ms-blob-type": "BlockBlob"}
-        if asked.method not in ("GET", "HEAD"):
-            return Reply(201, b"", facts)
         if asked.query.get("comp") == "list":
-            found = [name for name in self.objects if name.startswith(asked.query.get("prefix", ""))]
-            blobs = "".join(
-                f"<Blob><Name>{escape(name)}</Name><Properties><Last-Modified>{_MOMENT}</Last-Modified>"
-                f"<Etag>1</Etag><Content-Length>{len(self.objects[name])}</Content-Length><BlobType>BlockBlob</BlobType>"
-                "</Properties></Blob>"
-                for name in found
-            )
-            text = (
-                f'<?xml version="1.0"?><EnumerationResults ContainerName="{BUCKET}"><Blobs>{blobs}</Blobs><NextMarker/>'
-            )
-            return Reply(200, f"{text}</EnumerationResults>".encode(), {"Content-Type": "application/xml"})
-        return (
-            self.part(key, asked, facts)
-            if key in self.objects
-            else Reply(404, b"", {"x-ms-error-code": "BlobNotFound"})
+            return self._listed(asked.query.get("prefix", ""))
+        if asked.method == "PUT":
+            return self._write(asked, key, body)
+        if key not in self.objects:
+            return Reply(404, b"", {"x-ms-error-code": "BlobNotFound"})
+        if asked.method == "DELETE":
+            del self.objects[key]
+            return Reply(202)
+        return self.part(key, asked, self._facts(key))
+
+    def _write(self, asked: Asked, key: str, body: bytes) -> Reply:
+        present = f'"{self.about(key)[0]}"' if key in self.objects else None
+        wanted = asked.headers.get("if-match")
+        if (wanted is not None and wanted != present) or (present and asked.headers.get("if-none-match") == "*"):
+            return Reply(412, b"", {"x-ms-error-code": "ConditionNotMet"})
+        if source := asked.headers.get("x-ms-copy-source"):
+            body = self.objects[unquote(source.partition(f"/account/{BUCKET}/")[2])]
+        names = {name: value for name, value in asked.headers.items() if name.startswith("x-ms-meta-")}
+        self.keep(key, body, names)
+        return Reply(
+            202 if source else 201, b"", {**self._facts(key), "x-ms-copy-id": "1", "x-ms-copy-status": "success"}
         )
+
+    def _facts(self, key: str) -> dict[str, str]:
+        number, metadata = self.about(key)
+        return {"ETag": f'"{number}"', "Last-Modified": _MOMENT, "x-ms-blob-type": "BlockBlob", **metadata}
+
+    def _listed(self, prefix: str) -> Reply:
+        blobs = "".join(
+            f"<Blob><Name>{escape(name)}</Name><Properties><Last-Modified>{_MOMENT}</Last-Modified><Etag>"
+            f"{self.about(name)[0]}</Etag><Content-Length>{len(self.objects[name])}</Content-Length>"
+            "<BlobType>BlockBlob</BlobType></Properties></Blob>"
+            for name in self.objects
+            if name.startswith(prefix)
+        )
+        text = f'<?xml version="1.0"?><EnumerationResults ContainerName="{BUCKET}"><Blobs>{blobs}</Blobs><NextMarker/>'
+        return Reply(200, f"{text}</EnumerationResults>".encode(), {"Content-Type": "application/xml"})
 
 
 class Web(Objects):
-    def honest(self, asked: Asked) -> Reply:
+    def honest(self, asked: Asked, body: bytes) -> Reply:
         key = asked.key.strip("/")
         if key in self.objects:
             return self.part(key, asked, {"ETag": '"1"', "Accept-Ranges": "bytes"})
@@ -232,7 +296,7 @@ class Web(Objects):
 
 
 @contextmanager
-def _served(kind: str, folder: Path, objects: dict[str, bytes]) -> Iterator[tuple[Callable[[Any], None], str, Any]]:
+def served(kind: str, folder: Path, objects: dict[str, bytes]) -> Iterator[tuple[Callable[[Any], None], str, Any]]:
     """How to set what bends answers, the URL of the root, and its storage options."""
     if kind == "hub":
         with _hub(folder, objects) as (hub, url):
@@ -288,7 +352,29 @@ def _bend_hub(hub: Any, bend: Callable[[Asked, Reply], Reply]) -> None:
     )
 
 
-def _operations(url: str, out: Path, source: Path, options: dict[str, Any]) -> dict[str, Callable[[], object]]:
+def _train(url: str, options: dict[str, Any]) -> None:
+    """A run that saves, and one that resumes from what it finds there: that is what was saved, or nothing."""
+    import torch
+    from torch import nn
+
+    import ckpt
+
+    def manager(model: nn.Module) -> ckpt.StateManager:
+        return ckpt.StateManager(url, model=model, storage_options=options, saving=ckpt.SaveOptions(background=False))
+
+    saved, loaded = nn.Linear(30, 30), nn.Linear(30, 30)
+    with manager(saved) as first:
+        first.resume()
+        first.save_state("one")
+    with manager(loaded) as second:
+        restored = second.resume()
+    if restored is not None and not torch.equal(saved.weight, loaded.weight):
+        raise WrongError(f"{restored.name} was restored, and is not what was saved")
+
+
+def _operations(
+    url: str, out: Path, source: Path, options: dict[str, Any], place: int
+) -> dict[str, Callable[[], object]]:
     import ckpt
     from ckpt.tools.show import summarize
 
@@ -301,7 +387,8 @@ def _operations(url: str, out: Path, source: Path, options: dict[str, Any]) -> d
         "pull": lambda: ckpt.pull(url, out / "pulled", **given),
     }
     if not url.startswith("http"):
-        operations["send"] = lambda: ckpt.pull(source, f"{url}/sent", **given)
+        operations["send"] = lambda: ckpt.pull(source, f"{url}/{place}-sent", **given)
+        operations["train"] = lambda: _train(f"{url}/{place}-run", options)
     return operations
 
 
@@ -321,8 +408,10 @@ class Conversations:
         from torch import nn
 
         import ckpt
+        from ckpt.storage import leases
         from ckpt.storage.retry import RetryPolicy
 
+        leases.EXPIRY, leases._POLL = 3.0, 0.2  # of a lease whose end a server does not tell
         hostile_bucket.MOST = _ENDLESS
         RetryPolicy.pauses = lambda self: iter((0.0, 0.0))  # type: ignore[method-assign]
         os.environ.update(NO_GCE_CHECK="true", GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT="false")
@@ -343,10 +432,10 @@ class Conversations:
             of_kind = [number for number in numbers if KINDS[number % len(KINDS)] == kind]
             with ExitStack() as stack:
                 if of_kind:
-                    served = stack.enter_context(_served(kind, self._folder / kind, dict(self._objects)))
+                    here = stack.enter_context(served(kind, self._folder / kind, dict(self._objects)))
                     other = stack.enter_context(hostile_bucket.elsewhere())
                 for number in of_kind:
-                    how, wrong = self._one(number, kind, served, other)
+                    how, wrong = self._one(number, kind, here, other)
                     ended[f"{kind}: {how}"] += 1
                     findings += wrong
         return ended, findings
@@ -359,7 +448,7 @@ class Conversations:
         shutil.rmtree(self._folder / kind / "home", ignore_errors=True)
         out.mkdir(parents=True)
         liar = Liar(f"{self._seed} {number}", draw.choice((0.0, 0.1, 0.3, 0.7, 1.0)), other.url)
-        operations = _operations(url, out, self._source, options)
+        operations = _operations(url, out, self._source, options, number)
         name = draw.choice(sorted(operations))
         bend(liar.bend)
         other.requests.clear()
@@ -368,7 +457,7 @@ class Conversations:
         bend(lambda asked, reply: reply)
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         wrong = [how] if how not in ("done", "refused", "not reached") else []
-        if how == "refused" and not liar.told and (name != "send" or kind in ("s3", "hub")):
+        if how == "refused" and not liar.told:
             wrong.append("wrong: nothing but the truth was refused")
         wrong += [f"memory: {grown >> 10} MB"] if grown > MEMORY else []
         wrong += [f"leak: {where}" for where in self._leaks(said, out, other)]

@@ -304,6 +304,9 @@ PICKLE: dict[str, Operation] = {
     "merge of a file": _merge("state.pt"),
     "load_model of a file": _load_model("state.pt"),
     "ckpt convert from a file": command("convert", "TOP/state.pt", "OUT/converted"),
+    "ckpt show of a file": command("show", "TOP/state.pt", "--tensors"),
+    "ckpt diff of a file": command("diff", "TOP/state.pt", "TOP/state.pt"),
+    "ckpt pull of a file": command("pull", "TOP/state.pt", "OUT/pulled"),
 }
 MEMORY: dict[str, Operation] = {
     "ckpt memory ls": _memory("ls"),

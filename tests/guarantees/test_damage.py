@@ -159,7 +159,7 @@ class TestTheManifestOfTheOnlyCheckpoint:
                 manager.save_state("another", wait=True)
         with (
             ckpt.StateManager(only.parent, model=nn.Linear(4, 4)) as manager,
-            pytest.raises(ckpt.ConfigError, match="committed and can't be read"),
+            pytest.raises(ckpt.ConfigError, match="committed checkpoints that ckpt can't read"),
         ):
             manager.save_state("another", wait=True)
         assert only.parent.files() == before

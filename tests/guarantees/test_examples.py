@@ -245,7 +245,7 @@ def test_the_sharded_example_goes_on_with_other_ranks_and_becomes_one_file(tmp_p
     second = Example(tmp_path, "train_fsdp.py", ("--epochs", "2", "--save-every", "25"), world_size=3)
     assert "done: 1920 samples in 100 steps" in second.run()
     merged = tmp_path / "model.safetensors"
-    ckpt.merge(second.root / "step-00000100-end", merged)
+    ckpt.merge(second.root / "step-00000100", merged)
     assert safetensors.torch.load_file(merged)["0.0.weight"].shape == (64, 64)
 
 

@@ -168,8 +168,8 @@ def test_ranks_and_other_processes_import_the_copy_too(worker: Worker) -> None:
     assert [str(worker.folder) in path for path in done.stdout.split()] == [True, True]
     in_a_rank = replaced(
         "storage/local/storage.py",
-        "status = os.stat(path)\n",
-        "status = os.stat('' if __import__('multiprocessing').parent_process() else path)\n",
+        "status = self._tree.status(key)\n",
+        "status = self._tree.status('' if __import__('multiprocessing').parent_process() else key)\n",
     )
     test = "tests/root/test_several_writers.py::test_processes_that_count_by_compare_and_replace_lose_no_count"
     assert reached(in_a_rank, test).judge(worker, in_a_rank).result == report.KILLED

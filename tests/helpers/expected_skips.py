@@ -8,30 +8,37 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from functools import cache
 from importlib.util import find_spec
 
 import pytest
-import torch
 
-_ROOT = os.geteuid() == 0
-EXPECTED: list[tuple[str, bool]] = [
-    ("needs a GPU|needs two GPUs|compiles no CUDA|Triton compiles nothing|NVRTC", not torch.cuda.is_available()),
-    ("could not import 'triton'", find_spec("triton") is None),
-    (r"torchtitan", find_spec("torchtitan") is None),
-    (r"could not import 'trl'", find_spec("trl") is None),
-    (r"could not import '(tensorboard|mlflow|wandb)'", True),  # in no extra: CONTRIBUTING.md
-    (r"torch_xla", True),  # there is none for this torch
-    (r"could not import 'bitsandbytes'", find_spec("bitsandbytes") is None),
-    (r"(azurite|s3rver)\S* is not installed", shutil.which("npm") is None),
-    (r"needs? root|only root|needs unshare|no tmpfs can be mounted|no network namespaces", not _ROOT),
-    (r"there is no C compiler|torch.compile compiles nothing", shutil.which("cc") is None),
-    (r"no control group can be made", True),  # in most containers
-    (r"could not mount", True),  # a kernel that lacks the kind of filesystem
-    (r"no Chromium is installed", not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome")))),
-    (r"cannot be read here \(no git, or not in this clone\)", shutil.which("git") is None or not os.path.isdir(".git")),
-    (r"keeps its files in memory, or this kernel does not say", True),
-    (r"this version of (torch|Trainer) keeps", True),
-]
+
+@cache
+def _expected() -> list[tuple[str, bool]]:
+    import torch  # 2 s, which the process that only starts workers spares, until one of them skips something
+
+    return [
+        ("needs a GPU|needs two GPUs|compiles no CUDA|Triton compiles nothing|NVRTC", not torch.cuda.is_available()),
+        ("could not import 'triton'", find_spec("triton") is None),
+        (r"torchtitan", find_spec("torchtitan") is None),
+        (r"could not import 'trl'", find_spec("trl") is None),
+        (r"could not import '(tensorboard|mlflow|wandb)'", True),  # in no extra: CONTRIBUTING.md
+        (r"torch_xla", True),  # there is none for this torch
+        (r"could not import 'bitsandbytes'", find_spec("bitsandbytes") is None),
+        (r"(azurite|s3rver)\S* is not installed", shutil.which("npm") is None),
+        (r"needs? root|only root|needs unshare|no tmpfs can be mounted|no network namespaces", os.geteuid() != 0),
+        (r"there is no C compiler|torch.compile compiles nothing", shutil.which("cc") is None),
+        (r"no control group can be made", True),  # in most containers
+        (r"could not mount", True),  # a kernel that lacks the kind of filesystem
+        (r"no Chromium is installed", not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome")))),
+        (
+            r"cannot be read here \(no git, or not in this clone\)",
+            shutil.which("git") is None or not os.path.isdir(".git"),
+        ),
+        (r"keeps its files in memory, or this kernel does not say", True),
+        (r"this version of (torch|Trainer) keeps", True),
+    ]
 
 
 class ExpectedSkips:
@@ -60,4 +67,4 @@ class ExpectedSkips:
 
 
 def is_expected(reason: str) -> bool:
-    return any(here and re.search(pattern, reason) for pattern, here in EXPECTED)
+    return any(here and re.search(pattern, reason) for pattern, here in _expected())

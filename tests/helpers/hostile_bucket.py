@@ -92,8 +92,10 @@ class HostileBucket(Server):
         if asked.method == "PUT":
             if self._is_unexpected(asked):
                 return _error(412, "PreconditionFailed")
-            self.objects[asked.key] = body
-            return Reply(headers={"ETag": _etag(body)})
+            source = unquote(asked.headers.get("x-amz-copy-source", "")).lstrip("/").removeprefix(f"{BUCKET}/")
+            body = self.objects[asked.key] = self.objects[source] if source else body
+            copied = f"<?xml version='1.0'?><CopyObjectResult><ETag>{_etag(body)}</ETag></CopyObjectResult>"
+            return Reply(200, copied.encode() if source else b"", {"ETag": _etag(body)})
         if asked.method == "DELETE":
             self.objects.pop(asked.key, None)
             return Reply(204)

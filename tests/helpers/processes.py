@@ -34,7 +34,7 @@ _OF_STORES = ("AWS_", "AZURE_STORAGE_", "STORAGE_EMULATOR_HOST", "NO_GCE_CHECK")
 _context: ForkServerContext = multiprocessing.get_context("forkserver")
 # what ranks import: once here, or seconds in each of them. Not Lightning and DeepSpeed, which change others on import
 _PRELOADED = """
-    tests.helpers.without_gc
+    tests.helpers.fork_server
     torch._dynamo torch._inductor.compile_fx torch.distributed.checkpoint torch.distributed.fsdp
     torch.distributed.pipelining numpy s3fs
     accelerate peft transformers.trainer torchdata.stateful_dataloader

@@ -90,6 +90,14 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     monkeypatch.setattr(fetch, "TRANSFER", 300)
     monkeypatch.setattr(fetch, "STEP", 4096)
     monkeypatch.setattr(tensor_copies, "BLOCK", 1000)
+    copied = tensor_copies._copied
+
+    def in_order(tensors: list[torch.Tensor], *target: torch.Tensor, **options: Any) -> torch.Tensor:
+        # a copy on the device: without its order, training could change the tensors first
+        assert target or simulated.ordering is threading.current_thread()
+        return copied(tensors, *target, **options)
+
+    monkeypatch.setattr(tensor_copies, "_copied", in_order)
     return simulated
 
 

@@ -265,7 +265,7 @@ def test_without_automatic_naming_total_limit_removes_nothing_as_with_accelerate
         for name in ("best", "epoch_0", "epoch_1", "epoch_2"):
             accelerator.save_state(str(tmp_path / name))
     assert {found.name for found in ckpt.list_checkpoints(tmp_path)} == {"best", "epoch_0", "epoch_1", "epoch_2"}
-    assert "total_limit=2 removes nothing" in caplog.text
+    assert "total_limit=2 has no effect" in caplog.text
 
 
 def _with_hooks(rank: int, root: str, world_size: int) -> None:
@@ -346,7 +346,7 @@ def test_a_script_that_skips_batches_itself_does_not_skip_twice(
         assert len(list(loader)) == 4
         accelerator.load_state(str(tmp_path / "step_2"))
         assert accelerator.skip_first_batches(loader, 3) is loader
-        assert "skip_first_batches(3): by the checkpoint 2 batches of this loader are done" in caplog.text
+        assert "skip_first_batches(3): the checkpoint says that 2 batches of this loader are done" in caplog.text
         assert len(list(loader)) == 4
 
 
@@ -479,14 +479,14 @@ def test_attaching_again_and_ending_leave_the_accelerator_as_it_was(tmp_path: Pa
 def test_an_accelerator_with_nothing_prepared_is_refused(tmp_path: Path) -> None:
     accelerator = new_accelerator()
     attach(accelerator, tmp_path)
-    with pytest.raises(ckpt.StateError, match=r"nothing prepared.*accelerator\.prepare"):
+    with pytest.raises(ckpt.StateError, match=r"prepared nothing.*accelerator\.prepare"):
         accelerator.save_state("empty")
     _prepared(accelerator)
     accelerator.save_state("full")
     accelerator.end_training()
     other = new_accelerator()
     attach(other, tmp_path)
-    with pytest.raises(ckpt.StateError, match=r"nothing to load into.*accelerator\.prepare"):
+    with pytest.raises(ckpt.StateError, match=r"prepared nothing that ckpt could load into.*accelerator\.prepare"):
         other.load_state()
 
 
@@ -581,7 +581,7 @@ def test_a_save_on_the_main_process_only_is_told_so_and_does_not_hang(tmp_path: 
 def test_what_cannot_be_given_is_refused_with_the_remedy(tmp_path: Path) -> None:
     accelerator = new_accelerator()
     model, *_ = build()
-    with pytest.raises(ckpt.ConfigError, match=r"model cannot be given.*register"):
+    with pytest.raises(ckpt.ConfigError, match=r"either accelerator= or model:.*register"):
         ckpt.StateManager(tmp_path, accelerator=accelerator, model=model)
     with pytest.raises(ckpt.ConfigError, match=r"needs a root.*project_dir"):
         attach(accelerator)
@@ -590,5 +590,5 @@ def test_what_cannot_be_given_is_refused_with_the_remedy(tmp_path: Path) -> None
     with pytest.raises(ckpt.ConfigError, match=r"elsewhere/x is not directly below .*root.* no local folder"):
         accelerator.save_state("memory://elsewhere/x")
     engine = SimpleNamespace(distributed_type=DistributedType.MEGATRON_LM)
-    with pytest.raises(ckpt.UnsupportedError, match="Megatron-LM keeps the state"):
+    with pytest.raises(ckpt.UnsupportedError, match="ckpt can't save Megatron-LM"):
         ckpt.StateManager(tmp_path, accelerator=engine)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
-from ckpt.integrations.lightning import CkptGenerators, CkptIO, CkptMemory
+from ckpt.integrations.lightning import CkptGenerators, CkptIO
 from tests.helpers.places import intact
 from tests.helpers.processes import run_here, run_ranks, seed_everything
 from tests.helpers.training import exact
@@ -35,15 +35,12 @@ STEPS = 48
 class Regression(lightning.LightningModule):  # type: ignore[misc]
     """A curve through random points, with dropout and a schedule. Records every loss, and may be killed."""
 
-    def __init__(self, record: str = "", killed_at: int = -1, memory: CkptMemory | None = None) -> None:
+    def __init__(self, record: str = "", killed_at: int = -1) -> None:
         super().__init__()
-        self.save_hyperparameters(ignore="memory")
-        self.memory = memory
+        self.save_hyperparameters()
         self.curve = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
 
     def training_step(self, batch: Any, index: int) -> Any:
-        if self.memory is not None and self.memory.tier is not None:
-            self.memory.tier.wait()  # none is left out
         if self.global_step == self.hparams.killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
         loss = nn.functional.mse_loss(self.curve(batch[0]), batch[1])
@@ -97,46 +94,6 @@ def fit(rank: int, folder: str, kind: str, world_size: int, killed_at: int) -> N
     validation = DataLoader(points(), batch_size=16) if kind == "after validation" else None
     run.fit(model, data, validation, ckpt_path=CkptIO.newest(Path(folder, "checkpoints")))
     Path(folder, f"weights-{rank}").write_text(exact(model.state_dict()))
-
-
-def fit_in_memory(rank: int, folder: str, world_size: int, killed_at: int) -> None:
-    """The same with a snapshot in memory after every other step, and a checkpoint after 15."""
-    os.environ["CKPT_MEMORY_DIR"] = folder
-    together = launched(rank, world_size)
-    memory = CkptMemory(Path(folder, "checkpoints"), every=2)
-    model = Regression(str(Path(folder, f"losses-{rank}")), killed_at, memory)
-    checkpoints = ModelCheckpoint(Path(folder, "checkpoints"), every_n_train_steps=15, save_top_k=-1)
-    callbacks = [checkpoints, CkptGenerators(), memory]
-    run = lightning.Trainer(max_epochs=4 * world_size, callbacks=callbacks, **together, **QUIET)
-    newest = memory.newest()
-    with open(Path(folder, f"began-{rank}"), "a") as file:
-        file.write(f"{newest}\n")
-    run.fit(model, positioned_loader(world_size), ckpt_path=newest)
-    Path(folder, f"weights-{rank}").write_text(exact(model.state_dict()))
-
-
-def fit_in_memory_and_be_killed(rank: int, straight: str, killed: str, world_size: int) -> None:
-    fit_in_memory(rank, straight, world_size, -1)
-    seed_everything(rank)
-    fit_in_memory(rank, killed, world_size, 29)
-
-
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_fit_that_was_killed_resumes_from_memory_as_if_it_were_not(tmp_path: Path, world_size: int) -> None:
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    for folder in (straight, killed):
-        folder.mkdir()
-    both = (str(straight), str(killed), world_size)
-    assert run_ranks(world_size, fit_in_memory_and_be_killed, *both, dies=True) == [-signal.SIGKILL] * world_size
-    assert run_ranks(world_size, fit_in_memory, str(killed), world_size, -1) == [0] * world_size
-    for rank in range(world_size):
-        assert (killed / f"began-{rank}").read_text().splitlines()[1].endswith("/slots/step-00000028")
-        assert last_of_each_step(killed, rank) == last_of_each_step(straight, rank)
-        assert (killed / f"weights-{rank}").read_text() == (straight / f"weights-{rank}").read_text()
-    sequence = [found.manifest.sequence for found in ckpt.list_checkpoints(killed / "checkpoints") if found.manifest]
-    assert sequence == sorted(sequence, reverse=True)
-    assert len(sequence) == len(set(sequence)) == STEPS // 15
-    assert not list(tmp_path.glob("*/ckpt-*")), "something is left in memory"
 
 
 def fit_and_be_killed(rank: int, straight: str, killed: str, kind: str, world_size: int) -> None:

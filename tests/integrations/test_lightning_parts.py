@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import ckpt
 from ckpt.errors import ConfigError, DamagedError, UnsupportedError
 from ckpt.integrations import lightning
-from ckpt.integrations.lightning import CkptGenerators, CkptIO, CkptMemory, LoaderPosition, advised
+from ckpt.integrations.lightning import CkptGenerators, CkptIO, LoaderPosition, advised
 from tests.cli.test_main import flip_a_bit
 
 pytestmark = pytest.mark.slow  # Lightning alone is imported for three seconds
@@ -68,7 +68,6 @@ def test_paths_counters_and_devices_are_read_as_lightning_gives_them(
     assert (made.shape, made.dtype, made.device.type) == ((2, 3), torch.float16, "meta")
     assert lightning._allocator(None)(saved) is None
     assert lightning._allocator({"cuda:0": "cpu"})(saved) is None
-    assert lightning._memory_at(str(tmp_path)) is None
 
 
 def test_what_cannot_be_held_is_said_with_where_it_comes_from() -> None:
@@ -89,11 +88,6 @@ def test_a_checkpoint_is_written_loaded_and_removed_when_it_is_time(tmp_path: Pa
     assert torch.equal(found["state_dict"]["w"], torch.ones(2))
     assert (found["epoch"], found["odd"]) == (1, {"a": (1, 2)})
     assert [(one.name, one.step) for one in ckpt.list_checkpoints(tmp_path)] == [("b.ckpt", 5)]
-    taken: list[Any] = []
-    plugin.take = taken.append
-    plugin.save_checkpoint(content, tmp_path / "c.ckpt")
-    assert taken == [content]
-    plugin.take = None
     with pytest.raises(ConfigError, match="CkptIO takes no storage_options"):
         plugin.save_checkpoint(content, tmp_path / "c.ckpt", storage_options={})
     assert CkptIO.newest(tmp_path) == f"{tmp_path}/b.ckpt"
@@ -134,50 +128,3 @@ def test_generators_go_back_at_the_start_and_again_in_the_middle_of_an_epoch() -
     assert generators._position == LoaderPosition(2, False, [{"a": 1}])
     generators.on_load_checkpoint(other, None, checkpoint())
     assert generators._position is None
-
-
-def test_snapshots_need_the_plugin_one_host_and_a_number_of_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ConfigError, match="every=0 must be a number of steps, 1 or more"):
-        CkptMemory(tmp_path, every=0)
-    memory: Any = CkptMemory(tmp_path, every=1)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-
-    def trainer(nodes: int = 1, ranks: int = 2) -> Any:
-        return SimpleNamespace(num_nodes=nodes, world_size=ranks, strategy=SimpleNamespace(checkpoint_io=None))
-
-    with pytest.raises(ConfigError, match="CkptMemory needs the plugin"):
-        memory.on_fit_start(trainer(), None)
-    with pytest.raises(ConfigError, match="the ranks are on several hosts"):
-        memory.on_fit_start(trainer(nodes=2), None)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    with pytest.raises(ConfigError, match="the ranks are on several hosts"):
-        memory.on_fit_start(trainer(), None)
-    closed: list[bool] = []
-    for call, keep in ((memory.on_exception, True), (memory.teardown, False)):
-        memory.tier = SimpleNamespace(close=lambda keep: closed.append(keep))
-        call(None, None, None)
-        assert (closed.pop(), memory.tier) == (keep, None)
-        call(None, None, None)
-    assert closed == []
-
-
-def test_a_snapshot_is_taken_every_so_many_steps_and_not_written(tmp_path: Path) -> None:
-    memory: Any = CkptMemory(tmp_path, every=2)
-    plugin, taken, stepped = CkptIO(), list[Any](), list[int]()
-    memory.tier = SimpleNamespace(
-        stepped=stepped.append,
-        is_due=lambda step: step != 4,
-        save=lambda request, step: taken.append((request.name, step)),
-    )
-    for step in range(7):
-        trainer: Any = SimpleNamespace(
-            global_step=step, strategy=SimpleNamespace(checkpoint_io=plugin),
-            save_checkpoint=lambda path, weights_only: plugin.save_checkpoint({"epoch": 0}, path),
-        )  # fmt: skip
-        memory.on_train_batch_end(trainer)
-        assert plugin.take is None
-    assert stepped == list(range(7))
-    assert taken == [("step-00000002", 2), ("step-00000006", 6)]
-    assert list(tmp_path.iterdir()) == []

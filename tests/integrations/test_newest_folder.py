@@ -140,9 +140,9 @@ def test_it_is_said_in_one_line_and_only_where_there_is_another(
         caplog.clear()
         accelerator.load_state("checkpoint-4")
         messages = [record.getMessage() for record in caplog.records]  # and what was passed over, if it is there yet
-        (said,) = [message for message in messages if "loaded instead" in message]
+        (said,) = [message for message in messages if "loaded the newest" in message]
         assert said.startswith(
-            "checkpoint-4 was never committed: checkpoint-3, the newest intact checkpoint, was loaded"
+            "checkpoint-4 was never committed, so ckpt loaded the newest intact checkpoint, checkpoint-3"
         )
         assert "\n" not in said
         with pytest.raises(ckpt.MissingError, match="no checkpoint 'logs'"):

@@ -194,5 +194,5 @@ def test_storage_options_of_the_callback_reach_its_storage(
     again = trainer(tmp_path, kept(s3, storage_options=options), max_steps=14)
     again.train(resume_from_checkpoint=f"{s3}/step-00000012")
     assert len(again.seen) == 2
-    with pytest.raises(ckpt.ConfigError, match="a plain path takes no storage_options: endpoint_url"):
+    with pytest.raises(ckpt.ConfigError, match="a plain path accepts no storage_options, but you gave endpoint_url"):
         kept(tmp_path / "root", storage_options={"endpoint_url": "http://127.0.0.1:9"})

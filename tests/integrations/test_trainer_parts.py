@@ -245,14 +245,14 @@ class TestPush:
             assert (quiet.pushed, quiet.waited) == ([], 0)
         self.push(push_to_hub=False, hub_strategy=HubStrategy.CHECKPOINT)
         for strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-            with pytest.raises(ConfigError, match=f"hub_strategy='{strategy.value}' pushes what a run resumes from"):
+            with pytest.raises(ConfigError, match=f"hub_strategy='{strategy.value}' pushes Trainer's own"):
                 self.push(hub_strategy=strategy)
 
     def test_a_hub_that_fails_is_told_and_asked_again_at_the_end(self, caplog: pytest.LogCaptureFixture) -> None:
         manager: Any = Manager("it is down")
         push = self.push()
         push.after_save(manager)
-        assert caplog.messages == ["the model was not pushed to the Hub, and training continues: it is down"]
+        assert caplog.messages == ["ckpt could not push the model to the Hub; training continues: it is down"]
         assert manager.pushed == []
         push.finish(manager, in_haste=False)
         assert manager.pushed == [("me/it", "End of training")]
@@ -293,6 +293,20 @@ class TestCallback:
             callback.on_epoch_begin(SimpleNamespace(ignore_data_skip=ignored), SimpleNamespace(epoch=epoch), None)
             assert len(rewound) == times
 
+    def test_at_the_end_all_is_released_and_the_manager_told_of_the_error(
+        self, callback: CkptCallback, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        done: list[Any] = []
+        monkeypatch.setattr(callback, "_source", SimpleNamespace(release=lambda: done.append("source")))
+        monkeypatch.setattr(callback, "_release_data", lambda: done.append("data"))
+        error, opened = ValueError("x"), SimpleNamespace(__exit__=lambda *given: done.append(given))
+        for manager, told in ((opened, [(ValueError, error, None)]), (None, [])):
+            callback._manager = manager  # type: ignore[assignment]
+            callback._close(ValueError, error, None)
+            assert done == ["source", "data", *told]
+            assert callback._manager is None
+            done.clear()
+
     def test_an_engines_own_files_are_loaded_only_where_the_root_has_nothing(
         self, callback: CkptCallback, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -330,7 +344,7 @@ class TestCallback:
 
     def test_options_and_trainers_that_it_cannot_serve_are_refused(self) -> None:
         refuse_foreign_options({"keep": None, "memory": 1})
-        with pytest.raises(ConfigError, match=r"CkptCallback has no option model, save_every\. It takes "):
+        with pytest.raises(ConfigError, match=r"CkptCallback has no option model, save_every\. Its options are "):
             refuse_foreign_options({"save_every": 1, "model": 2})
         with pytest.raises(ConfigError, match=r"no option 'memry' \(did you mean 'memory'\?\)"):
             refuse_foreign_options({"memry": 1})
@@ -338,7 +352,7 @@ class TestCallback:
             trainer: Any = SimpleNamespace(
                 is_deepspeed_enabled=engine, args=SimpleNamespace(save_only_model=only_model), train=1
             )
-            with pytest.raises(ConfigError, match="absent" if missing else "save_only_model=True with DeepSpeed"):
+            with pytest.raises(ConfigError, match="absent" if missing else "save_only_model=True has no effect"):
                 refuse_unsupported(trainer, ["train", *missing])
         for engine, only_model in ((True, False), (False, True)):
             trainer.is_deepspeed_enabled, trainer.args.save_only_model = engine, only_model
@@ -363,7 +377,7 @@ class TestCallback:
         assert managed_objects(trainer) == {"model": "engine"}
 
     def test_a_search_is_refused_and_a_callback_without_a_trainer_too(self, callback: CkptCallback) -> None:
-        with pytest.raises(ConfigError, match="a hyperparameter search is many"):
+        with pytest.raises(ConfigError, match="a hyperparameter search has many"):
             callback._train(trial=1)
         for call in (callback.on_init_end, callback.on_train_begin):
             with pytest.raises(ConfigError, match="a callback is not told which Trainer has it"):
@@ -413,7 +427,7 @@ class TestResumeSource:
         assert (tmp_path / "a" / "z").read_bytes() == b""
         wrong: list[Any] = [{"../x": b"1"}, {"/x": b"1"}, {"x": "1"}, {"x": b"1", "..": b""}, [b"1"], None]
         for files in wrong:
-            with pytest.raises(DamagedError, match="it is damaged: the files of its Trainer are no names with bytes"):
+            with pytest.raises(DamagedError, match="it is damaged: its list of the Trainer's files"):
                 trainer_resume._write_files(tmp_path / "b", files, "it")
         assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
@@ -429,7 +443,7 @@ class TestResumeSource:
             (None, r"has checkpoints \(step-00000004 is the newest\), but this run starts from scratch"),
             (
                 str(tmp_path / "elsewhere" / "step-00000002"),
-                "is no checkpoint in .*root, and none that a Trainer wrote",
+                "is neither a checkpoint in .*root nor a folder that a Trainer wrote",
             ),
         ]
         for wrong, message in refused:

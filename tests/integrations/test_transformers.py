@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +15,9 @@ import torch
 from torch.utils.data import Dataset
 
 import ckpt
+from ckpt.root.catalog import History
 from ckpt.root.signing import new_key
+from ckpt.storage import open_storage
 from tests.helpers.processes import run_here, run_ranks, seed_everything
 from tests.helpers.training import exact
 from tests.helpers.variations import cells
@@ -284,6 +287,9 @@ def test_told_to_terminate_it_saves_that_step_and_the_next_run_goes_on_from_ther
     run = trainer(tmp_path, kept(tmp_path / "root"))
     run.train(resume_from_checkpoint=True)
     assert_same(run, straight)
+    first, second = History.of(open_storage(tmp_path / "root")).attempts
+    assert (first.ended, first.reason, second.ended) == ("stopped", "SIGTERM", "finished")
+    assert len(second.metrics["loss"]) > 1
 
 
 def test_sigusr1_saves_that_step_and_training_goes_on(tmp_path: Path, straight: Any) -> None:
@@ -299,7 +305,7 @@ def test_weights_that_are_dead_are_not_saved(tmp_path: Path, caplog: pytest.LogC
     torch.nn.init.constant_(next(run.model.parameters()), float("nan"))
     run.train()
     assert names(tmp_path / "root") == []
-    assert "is not saved; earlier checkpoints are kept: parameters are NaN or infinite" in caplog.text
+    assert "because these parameters are NaN or infinite" in caplog.text
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_a_named_one_is_taken(
@@ -334,7 +340,7 @@ def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
     trainer(tmp_path, kept(tmp_path / "root"), max_steps=3).train()
     with pytest.raises(ckpt.MissingError, match=r"no checkpoint 'step-9' in .* There are: step-00000003"):
         trainer(tmp_path, kept(tmp_path / "root")).train(resume_from_checkpoint="step-9")
-    with pytest.raises(ckpt.ConfigError, match=r"other/step-9 is no checkpoint in .*root, and none that a Trainer"):
+    with pytest.raises(ckpt.ConfigError, match=r"other/step-9 is neither a checkpoint in .*root nor"):
         trainer(tmp_path, kept(tmp_path / "root")).train(resume_from_checkpoint=str(tmp_path / "other" / "step-9"))
 
 
@@ -370,7 +376,7 @@ def test_no_name_of_transformers_is_replaced_for_other_trainers(tmp_path: Path) 
 
 
 def test_options_that_are_the_arguments_to_say_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ckpt.ConfigError, match=r"no option save_every\. It takes .*TrainingArguments"):
+    with pytest.raises(ckpt.ConfigError, match=r"no option save_every\. Its options are .*TrainingArguments"):
         kept(tmp_path, save_every=3)
     with pytest.raises(ckpt.ConfigError, match=r"^CkptCallback: memory=True must be a number of steps"):
         kept(tmp_path, memory=True)
@@ -389,5 +395,44 @@ def test_checkpoints_are_signed_and_what_is_not_is_no_place_to_resume_from(tmp_p
     trainer(tmp_path, kept(tmp_path / "root", signing=signing)).train()
     assert set(map(tuple, ckpt.verify(tmp_path / "root", verify_key=public).values())) == {()}
     other = ckpt.Signing(verify_key=new_key(tmp_path / "other.pem"), required=True)
-    with pytest.raises(ckpt.UntrustedError, match="must be signed by"):
+    with pytest.raises(ckpt.UntrustedError, match="you require a signature by"):
         trainer(tmp_path, kept(tmp_path / "root", signing=other)).train(resume_from_checkpoint=True)
+
+
+def test_going_back_by_replay_is_refused_as_by_a_manager(tmp_path: Path) -> None:
+    new_key(tmp_path / "key.pem")
+    root, head = tmp_path / "root", tmp_path / "head"
+    signing = ckpt.Signing(key=tmp_path / "key.pem", head=head)
+
+    def train(resume: Any = True, **options: Any) -> None:
+        given = {"max_steps": 4, "save_steps": 2, **options}
+        trainer(tmp_path, kept(root, signing=signing), **given).train(resume_from_checkpoint=resume)
+
+    train(resume=None)
+    names = sorted(found.name for found in ckpt.list_checkpoints(root))
+    assert head.read_text().strip().endswith(f":{len(names)}")
+    shutil.copytree(root, tmp_path / "copy")
+    shutil.rmtree(root / names[-1])  # somebody removes the newest
+    with pytest.raises(ckpt.UntrustedError, match="removed newer ones"):
+        train()
+    train(str(root / names[0]), max_steps=6)  # on purpose
+    assert int(head.read_text().rpartition(":")[2]) > len(names)
+    for there in (True, False):  # an older root is put back, or none at all
+        shutil.rmtree(root)
+        if there:
+            shutil.copytree(tmp_path / "copy", root)
+        with pytest.raises(
+            ckpt.UntrustedError, match="removed newer ones" if there else "this run loaded none of them"
+        ):
+            train()
+    with pytest.raises(ckpt.UntrustedError, match="this run loaded none of them"):
+        train(resume=None)
+
+
+def test_a_folder_that_a_trainer_itself_wrote_is_refused_where_signatures_are_required(tmp_path: Path) -> None:
+    public = new_key(tmp_path / "key.pem")
+    trainer(tmp_path, max_steps=2, save_steps=2).train()
+    for resume in (True, str(tmp_path / "output" / "checkpoint-2")):
+        signing = ckpt.Signing(verify_key=public, required=True)
+        with pytest.raises(ckpt.UntrustedError, match=r"checkpoint-2: you require a signature"):
+            trainer(tmp_path, kept(tmp_path / "root", signing=signing)).train(resume_from_checkpoint=resume)

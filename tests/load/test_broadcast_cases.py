@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,9 +51,9 @@ def test_which_files_the_ranks_of_a_host_read_together() -> None:
         {"host": "six", "files": {"x": "1"}},
         {"host": "six", "files": {"x": "2"}},
     ]
-    (plan,) = broadcast._plan(wanted)
+    (plan,) = broadcast.plan_reads(wanted)
     assert (plan["ranks"], plan["files"]) == ([0, 2, 3], {"x": 0, "z": 2})
-    assert plan["name"] != broadcast._plan(wanted)[0]["name"]
+    assert plan["name"] != broadcast.plan_reads(wanted)[0]["name"]
 
 
 def test_a_file_is_described_by_what_is_wanted_of_it_and_when() -> None:
@@ -157,7 +158,7 @@ def test_nobody_waits_for_a_rank_that_has_failed_or_ended_or_is_silent() -> None
     ranks = Noted(r1="")
     group_of(ranks)._check_members(watch, late=False)
     assert ranks.watched == [[2]]
-    with pytest.raises(FollowingError, match="rank 1 did not read the same bytes in the same order"):
+    with pytest.raises(FollowingError, match="rank 1 read other bytes"):
         group_of(Noted(r1=""))._check_members(watch, late=True)
     with pytest.raises(FollowingError, match="rank 2: OSError: x"):
         group_of(Noted(r1="", r2="OSError: x"))._check_members(watch, late=False)
@@ -183,6 +184,39 @@ def test_the_end_of_every_phase_is_noted_with_its_error() -> None:
     with group.phase():
         pass
     assert noted == [("broadcast/load/1", ""), ("broadcast/load/2", "ValueError: bad"), ("broadcast/load/3", "")]
+
+
+@pytest.mark.parametrize(
+    ("pending", "asked", "kept"), [(None, [], 0), ("ended", [5.0], 0), ("waits", [5.0], 1), ("failed", [5.0], 0)]
+)
+def test_a_group_that_a_member_still_waits_in_is_kept_for_ever_and_others_are_destroyed(
+    pending: str | None,
+    asked: list[float],
+    kept: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    waited, destroyed = list[float](), list[object]()
+
+    class Work:
+        def wait(self, within: Any) -> None:
+            waited.append(within.total_seconds())
+            if pending != "ended":
+                raise RuntimeError("timed out")
+
+        def is_completed(self) -> bool:
+            return pending == "failed"
+
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", destroyed.append)
+    group: Any = group_of(SingleProcess())
+    inner, group._pending = group.group, Work() if pending else None
+    before = sys.getrefcount(inner)
+    with caplog.at_level("DEBUG", "ckpt"):
+        group.dissolve()
+    assert (waited, destroyed) == (asked, [inner] if pending != "failed" else [])
+    assert sys.getrefcount(inner) - before == kept + len(destroyed) - 1  # the group's own reference is gone
+    assert (group.group, group._pending) == (None, None)
+    assert ("could not destroy" in caplog.text) == (pending == "failed")
 
 
 def test_numbers_of_ranks_in_the_job() -> None:

@@ -131,5 +131,5 @@ def test_every_offender_is_named_at_once() -> None:
 def test_a_state_of_a_registered_generator_that_is_not_its_own_is_damage(kind: str) -> None:
     generators = {"torch": torch.Generator(), "python": random.Random(), "numpy": np.random.default_rng()}
     for state in (None, 3, "x", (), {}, {"state": 3}, torch.zeros(3)):
-        with pytest.raises(DamagedError, match="what was saved of a generator"):
+        with pytest.raises(DamagedError, match="the saved state of a generator"):
             rng.restore_one(generators[kind], state)

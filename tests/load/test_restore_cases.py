@@ -15,27 +15,28 @@ import pytest
 import torch
 from torch import nn
 from torch._C._distributed_c10d import HashStore
+from torch.utils.data import DataLoader, TensorDataset
 
 import ckpt
 from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError, DamagedError, MismatchError
 from ckpt.formats.layout import Layout
 from ckpt.formats.native.manifest import Host, Manifest
+from ckpt.formats.tensors import same_bytes
 from ckpt.load import reader as reading
 from ckpt.load import restore
 from ckpt.load.load_state import ELSEWHERE, Locations, Restored, StateLoader
 from ckpt.load.reader import CheckpointReader, check_rank_state
-from ckpt.load.restore import Elsewhere, find_elsewhere, from_main_rank, rewinder
+from ckpt.load.restore import Elsewhere, LiveNames, from_main_rank, rewinder
 from ckpt.load.select import Candidate, Inspection, Selection
-from ckpt.ranks.consensus import SingleProcess
+from ckpt.ranks.consensus import Result, SingleProcess, decide_together
 from ckpt.ranks.store_and_heartbeats import TimedStore
 from ckpt.ranks.store_group import BuiltManagers, StoreGroup
 from ckpt.root.catalog import find
 from ckpt.state import rng
 from ckpt.state.model import ModelPart
-from ckpt.state.parts import LEFT, WHOLE_PART, Notes, ObjectPart
+from ckpt.state.parts import HOOKS, LEFT, WHOLE_PART, Notes, ObjectPart
 from ckpt.storage import LocalStorage, MemoryStorage, open_storage
-from ckpt.util.console import PROGRESS_MIN_BYTES
 from tests.helpers.byte_checkpoints import MOMENT
 from tests.helpers.stateful import Stateful
 
@@ -59,6 +60,13 @@ class TestTheReader:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slab: int
     ) -> None:
         monkeypatch.setattr(reading, "_SLAB", slab)
+        read = list[int]()
+
+        def noted(one: torch.Tensor, other: torch.Tensor) -> bool:
+            read.append(one.nbytes)
+            return same_bytes(one, other)
+
+        monkeypatch.setattr(reading, "same_bytes", noted)
         base = torch.arange(21.0).view(7, 3)
         last, first = base.clone(), base.clone()
         last[6, 2] = first[0, 0] = -1
@@ -76,6 +84,7 @@ class TestTheReader:
             ("empty", "void", True), ("same", "last", False),
         ):  # fmt: skip
             assert tree[one].equals(tree[other], tensors[one]) == equal, (one, other)
+        assert max(read) <= max(slab, 12)  # a row at least
         assert reader.wanted == ([], [])
         assert reader.ties("x") in ({"tied": "base"}, {"base": "tied"})
         assert reader.ties("none") == {} if reader.has("none") else True
@@ -89,7 +98,7 @@ class TestTheReader:
         reader.read_new()
         reader.verify_live()
         assert not places["a"].any()
-        reader.read_live(verified=True)
+        reader.read_live()
         assert sum(map(len, reader.wanted)) == 0
         found = read()
         assert found["a"] is places["a"]
@@ -114,36 +123,29 @@ class TestTheReader:
         reader, calls = saved_reader(tmp_path, {"a": torch.arange(4.0)}), list[str]()
         monkeypatch.setattr(reading, "read", lambda *args, **options: calls.append("read"))
         monkeypatch.setattr(reading, "read_verified", lambda *args, **options: calls.append("verified"))
-        for verified in (True, False):
-            reader.read_live(verified=verified)
+        reader.read_live()
+        reader.read_new()
         signed: Any = SimpleNamespace(name="a", is_authentic=True, world_size=1)
         reader.manifest = signed
-        reader.read_live(verified=True)
+        reader.read_live()
         assert calls == ["read", "verified", "verified"]
 
-    def test_progress_is_shown_in_bytes_on_the_main_rank_where_there_are_many(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_progress_is_shown_in_bytes_on_the_main_rank(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         reader, asked = saved_reader(tmp_path, {"a": torch.arange(4.0)}), list[tuple[Any, ...]]()
         monkeypatch.setattr(
             reading, "progress_bar", lambda text, size, *, in_bytes, show: asked.append((text, size, in_bytes, show))
         )
-        for rank, size in ((0, PROGRESS_MIN_BYTES), (0, PROGRESS_MIN_BYTES + 1), (1, PROGRESS_MIN_BYTES + 1)):
-            reader.rank = rank
-            piece: Any = SimpleNamespace(size=size)
-            reader._bar("loading", [piece])
-        assert asked == [
-            ("loading a", PROGRESS_MIN_BYTES, True, False),
-            ("loading a", PROGRESS_MIN_BYTES + 1, True, True),
-            ("loading a", PROGRESS_MIN_BYTES + 1, True, False),
-        ]
+        pieces: Any = [SimpleNamespace(size=4), SimpleNamespace(size=5)]
+        for reader.rank in (0, 1):
+            reader._bar("loading", pieces)
+        assert asked == [("loading a", 9, True, True), ("loading a", 9, True, False)]
 
     def test_a_document_that_is_not_listed_is_damage(self, tmp_path: Path) -> None:
         reader = saved_reader(tmp_path, {"a": torch.arange(4.0)})
         without = replace(
             reader.manifest, files=tuple(file for file in reader.manifest.files if file.name != "state.json")
         )
-        with pytest.raises(DamagedError, match=r"a is damaged: it lists no state\.json"):
+        with pytest.raises(DamagedError, match=r"a is damaged: its manifest does not list state\.json"):
             CheckpointReader(open_storage(tmp_path), without, 0)
 
     def test_a_rank_that_was_not_there_reads_the_main_ranks_state(self, tmp_path: Path) -> None:
@@ -200,7 +202,7 @@ def report(**fields: Any) -> Restored:
 class TestTheReport:
     def test_it_says_what_was_restored_from_where_and_what_was_not(self) -> None:
         plain = str(report(restored=("model", "rng")))
-        assert plain.splitlines()[0].startswith("resumed from root/a: step 1234, epoch 2, batch 7, ")
+        assert plain.splitlines()[0].startswith("resumed from root/a: step 1234, epoch 2, batch 7")
         assert plain.splitlines()[1:] == ["  restored      model, rng"]
         assert str(report()).splitlines()[1] == "  restored      nothing"
         memory = str(report(from_memory=True, root_step=1000, begins_at="batch 8 of data")).splitlines()
@@ -259,6 +261,28 @@ class TestTheReport:
         assert other.restored == ("model", "noise", "rng", "progress")
         assert other.skipped == {"more": "the checkpoint has no such generator"}
         assert (restored.url, restored.from_memory, restored.root_step) == (f"{tmp_path}/a", False, None)
+
+
+def test_a_loader_that_has_changed_is_named_when_it_is_first_asked_after_the_report(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def loader(size: int) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.arange(size)), batch_size=2)
+
+    with ckpt.StateManager(tmp_path, model=nn.Linear(1, 1)) as manager:
+        for _ in manager.epochs(1):
+            for _ in manager.batches(loader(8)):
+                manager.step()
+                break
+            manager.save_state("a", wait=True)
+            break
+    with ckpt.StateManager(tmp_path, model=nn.Linear(1, 1)) as manager:
+        for _ in manager.epochs(1):
+            assert "has 10 samples now" not in caplog.text
+            for _ in manager.batches(loader(10)):
+                break
+            assert "the resumed run is not exact: loader.0.dataset: has 10 samples now and had 8" in caplog.text
+            break
 
 
 class TestWhereANameLeads:
@@ -320,21 +344,30 @@ def named(**parts: set[str] | None) -> dict[str, Any]:
 
 class TestWhatFits:
     def test_what_only_other_ranks_have_is_known_to_each(self) -> None:
-        assert find_elsewhere(SingleProcess(), "load", named(model={"a"})) == Elsewhere()
+        alone = LiveNames.of(named(model={"a"}))
+        assert alone.elsewhere(LiveNames.join([alone.said(SingleProcess())]) or {}) == Elsewhere()
+        assert LiveNames.join([alone.said(SingleProcess()), None]) is None
 
         def found(*of_ranks: dict[str, Any]) -> list[Any]:
             store, size = TimedStore(HashStore(), 20.0), len(of_ranks)
             groups = [StoreGroup(store.below("g"), rank, size, 20.0, store, BuiltManagers()) for rank in range(size)]
             answers: list[Any] = [None] * size
+            spoke = [False] * size
 
             def ask(rank: int) -> None:
-                answers[rank] = find_elsewhere(groups[rank], "load", of_ranks[rank])
+                names = LiveNames.of(of_ranks[rank])
+                said = names.said(groups[rank])
+                spoke[rank] = bool(said["names"])
+                mine: Result[dict[str, Any] | None] = Result(said)
+                joined = decide_together(groups[rank], "load", mine, LiveNames.join)
+                answers[rank] = names.elsewhere(joined or {})
 
             threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(size)]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
+            assert sum(spoke) == len({LiveNames.of(names).digest for names in of_ranks})  # each once
             return answers
 
         same = named(model={"a", "b"}, other=None)
@@ -461,6 +494,20 @@ class TestWhatFits:
         for storage, size, wanted, used in cases:
             request: Any = SimpleNamespace(ranks=SimpleNamespace(world_size=size), broadcast=wanted)
             assert restore._uses_broadcast(storage, request) is used
+
+    def test_buckets_of_hooks_that_are_gone_are_missed_by_nobody_and_all_else_is_named(self) -> None:
+        trees = {
+            f"{HOOKS}-00000": {"model/0": {"buckets": [[0]]}}, f"{HOOKS}-00001": {"model/0": {"class": "PowerSGD"}},
+            "sampler-00000": {"model/0": {"buckets": [[0]]}},
+        }  # fmt: skip
+        registry = SimpleNamespace(own_parts_to_load=lambda rank, own: {}, hooks=lambda rank: {}, parts={})
+        manifest = SimpleNamespace(world_size=1, origin=None, hosts=())
+        for key, skipped in ((f"{HOOKS}-00000", []), (f"{HOOKS}-00001", [HOOKS]), ("sampler-00000", ["sampler"])):
+            reader: Any = SimpleNamespace(manifest=manifest, own={key: None}, parts=(), tree=trees.get)
+            request: Any = SimpleNamespace(ranks=SingleProcess(), registry=registry, strict=True)
+            notes = Notes()
+            assert restore._own_parts(reader, request, notes) == {}
+            assert [name.partition(" (")[0] for name in notes.skipped] == skipped
 
     def test_why_a_checkpoint_has_nothing_of_a_ranks_own(self) -> None:
         base = Manifest(name="a", id="i", sequence=1, created=MOMENT, run="r", files=(), world_size=2)

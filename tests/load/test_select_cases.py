@@ -6,9 +6,10 @@ import itertools
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,7 +165,7 @@ class TestListings:
         save(root, "a", sequence=3)
         found, unseen = list_tiers([root, away], None, on_listed=seen.append)
         assert ([(each["tier"], each["name"]) for each in found], unseen) == ([(0, "a"), (0, "cut")], False)
-        assert "was not checked, and may have newer checkpoints: no answer." in caplog.text
+        assert "which may have newer checkpoints: no answer." in caplog.text
         assert [overview.storage for overview in seen] == [root]
         assert list_tiers([root, away], None, MirrorPatience())[1] is True
         save(mirror, "b", sequence=2)
@@ -184,7 +185,7 @@ class TestListings:
             list_tiers([away], None)
         cases: list[tuple[list[Any], str]] = [
             ([away, mirror], "has no such checkpoint"),
-            ([away, Away(mirror.url)], "The mirror cannot be read either: no answer"),
+            ([away, Away(mirror.url)], "ckpt can't read the mirror either: no answer"),
         ]
         for tiers, has in cases:
             with pytest.raises(TransientError, match=has):
@@ -213,7 +214,7 @@ class TestListings:
         begin_and_write(root, attempt_at(root, "cut"))
         assert [(each["tier"], each["name"]) for each in list_memory(root)] == [(MEMORY, "a")]
         assert list_memory(Away(root.url)) == []
-        assert "cannot be read: no answer." in caplog.text
+        assert ": no answer." in caplog.text
 
 
 class TestVerdicts:
@@ -252,8 +253,22 @@ class TestVerdicts:
         assert found() == "damaged"
 
     def test_they_are_raised_as_what_they_are(self, root: MemoryStorage) -> None:
+        class Ranks(SingleProcess):
+            @contextmanager
+            def working(self, *, job_wide: bool = False) -> Iterator[None]:
+                alive.add(1)
+                yield
+                alive.clear()
+
+        class Slow(PassedOn):
+            def list(self, prefix: str = "") -> Iterator[Entry]:
+                listed.append(bool(alive))  # may take long: the other ranks see that this one lives
+                return super().list(prefix)
+
+        alive, listed = set[int](), list[bool]()
+
         def inspect(storage: Any = root, trust: Trust | None = None) -> Inspection:
-            inspection = Inspection(SingleProcess(), "load_state()", trust or Trust())
+            inspection = Inspection(Ranks(), "load_state()", trust or Trust())
             with ExitStack() as held:
                 inspection.complete(storage, "a", held)
             return inspection
@@ -261,7 +276,8 @@ class TestVerdicts:
         with pytest.raises(DamagedError):
             inspect()
         save(root, "a")
-        assert not inspect().vanished
+        assert not inspect(Slow(root.url)).vanished
+        assert set(listed) == {True}
         with pytest.raises(UntrustedError):
             inspect(trust=Trust(("ab" * 32,), required=True))
         with pytest.raises(TransientError):
@@ -331,7 +347,7 @@ class TestChoosing:
         def away(candidate: Candidate) -> None:
             raise TransientError("no answer.")
 
-        with pytest.raises(TransientError, match=r"^b cannot be read now: no answer\. It may well be intact"):
+        with pytest.raises(TransientError, match=r"^ckpt can't read b now: no answer\. .* may well be intact"):
             chosen([root], away)
         mirror = new()
         save(mirror, "b", sequence=2)
@@ -358,12 +374,22 @@ class TestChoosing:
         with caplog.at_level(logging.WARNING, "ckpt"):
             found = chosen([root, mirror])
         assert (found.manifest.name, found.tier) == ("b", 1)
-        assert "so ckpt reads each where it is intact: 1 of 2 from the second (state.json)" in caplog.text
+        assert "so ckpt reads each file where it is intact: 1 of 2 from the second (state.json)" in caplog.text
         assert bytes(found.ready.storage.read("b/state.json")) == FILES["state.json"]
         root.delete(["b/model.safetensors"])
         found = chosen([root, mirror])
         assert found.manifest.name == "a"
-        assert "model.safetensors of b is intact neither in" in found.passed_over["b"]
+        assert "there is no intact model.safetensors of b, neither in" in found.passed_over["b"]
+
+    def test_where_hosts_have_roots_of_their_own_the_mirror_has_all_files_for_each(self, root: MemoryStorage) -> None:
+        mirror, hosts = new(), Hosts((0, 1), ("one", "two"))
+        save(mirror, "a")
+        found = chosen([root, mirror], hosts=hosts)
+        assert (found.manifest.name, found.tier, found.url) == ("a", 1, f"{mirror.url}/a")
+        assert found.ready.storage is mirror
+        save(root, "b", sequence=2)
+        assert (found := chosen([root, mirror], hosts=hosts)).tier == 0
+        assert found.manifest.name == "b"
 
     def test_a_mirror_that_was_not_waited_for_is_waited_for_where_the_root_is_damaged(
         self, root: MemoryStorage
@@ -487,7 +513,7 @@ class TestChoosing:
         error = DamagedError("m was altered.")
         with caplog.at_level(logging.WARNING, "ckpt"):
             assert chosen([empty], altered, memory=tier) is None
-        assert "m in memory is passed over: m was altered." in caplog.text
+        assert "ckpt skips m in memory: m was altered." in caplog.text
 
     def test_from_far_away_what_does_not_match_is_read_once_more(
         self, root: MemoryStorage, caplog: pytest.LogCaptureFixture
@@ -504,7 +530,7 @@ class TestChoosing:
         with caplog.at_level(logging.WARNING, "ckpt"):
             found = chosen([far], once)
         assert (found.manifest.name, found.passed_over, len(calls)) == ("a", {}, 2)
-        assert "was altered on its way; reading again gave the right bytes: a was altered." in caplog.text
+        assert "a second read was right: a was altered." in caplog.text
 
         def always(candidate: Candidate) -> None:
             calls.append("x")
@@ -546,6 +572,30 @@ class TestHosts:
             both = storage_for_rank([root, mirror], listed, self.Two(), held)
             assert not isinstance(both, list)
             assert bytes(both.read("a/state.json")) == b"1"
+
+    def test_where_hosts_have_storages_of_their_own_each_is_inspected_in_its_own(self, root: MemoryStorage) -> None:
+        mirror, memory, shared, separate = new(), new(), Hosts(), Hosts((0, 1), ("one", "two"))
+        for of_root, of_memory in ((shared, shared), (shared, separate), (separate, shared), (separate, separate)):
+            for tier, storage, hosts in ((MEMORY, memory, of_memory), (0, root, of_root), (1, mirror, shared)):
+                asked: list[tuple[Any, ...]] = []
+                selection: Any = Selection(
+                    tiers=[root, mirror], ranks=SingleProcess(), prepare=lambda candidate: None, hosts=of_root,
+                    memory=MemoryTier(memory, of_memory),
+                )  # fmt: skip
+                with ExitStack() as held:
+                    lists: Any = {"passed_over": {}, "root_step": None, "lost": []}
+                    search: Any = select._Search(selection, held, lists)
+                    search.inspection = SimpleNamespace(
+                        complete=lambda *given, asked=asked: asked.append(given[:2]) or (None, None),
+                        complete_per_host=lambda *given, asked=asked: asked.append(given[:3]) or (None, "joined"),
+                    )
+                    candidate, _ = search._candidate(tier, "a", held)
+                if not hosts.separate_roots:
+                    assert (asked, candidate.storage) == ([(storage, "a")], storage)
+                else:
+                    tiers: Any = (memory,) if tier == MEMORY else [root, mirror]
+                    assert (asked, candidate.storage) == ([(tiers, hosts, "a")], "joined")
+                assert candidate.or_afresh == (tier == MEMORY)
 
     def test_which_host_lacks_what(self) -> None:
         hosts = Hosts((0, 0, 2, 2), ("one", "one", "two", "two"))

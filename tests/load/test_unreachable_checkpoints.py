@@ -59,7 +59,7 @@ def _load_what_ranks_see_differently(rank: int, root: str, unreached_by: int) ->
         for name in ("older", "newest"):
             manager.save_state(name, wait=True)
         storage.looking = True
-        with pytest.raises(ckpt.TransientError, match="newest cannot be read now"):
+        with pytest.raises(ckpt.TransientError, match="ckpt can't read newest now"):
             manager.load_state()
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from ckpt.memory.keeper_process import KeeperProcess, living_keeper, start_keeper
 from ckpt.memory.place import MemoryPlace, identity_of, read_token, write_token
-from ckpt.memory.rescue import rescue_settings
 from ckpt.memory.slot_storage import hold_memory, slot_storage
 from ckpt.storage import open_storage, place_of
 from tests.helpers import byte_checkpoints
@@ -32,11 +31,10 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.02)
 
 
-def create_place(root: str | Path, *, rescue: Mapping[str, Any] | None = None, held: bool = False) -> MemoryPlace:
+def create_place(root: str | Path, *, held: bool = False) -> MemoryPlace:
     storage = open_storage(str(root))
-    settings = None if rescue is None else {**rescue_settings(storage), **rescue}
     identity = identity_of(storage, read_token(storage) or write_token(storage))
-    place = MemoryPlace.create(identity, root_shown=place_of(storage), rescue=settings)
+    place = MemoryPlace.create(identity, root_shown=place_of(storage))
     if held:
         hold_memory(place)
     return place
@@ -60,7 +58,7 @@ def no_keeper_left(memory: Path) -> Iterator[None]:
         for keeper in keepers:
             if not keeper.wait(10.0):
                 os.kill(keeper.process, signal.SIGKILL)
-        # a keeper that has rescued removes its folder by itself, and nobody finds it from the first moment of that on
+        # a keeper that removes its folder is found by nobody from the first moment of that on
         wait_until(lambda: not list(memory.iterdir()), f"{memory} is empty")
 
 

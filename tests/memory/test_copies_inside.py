@@ -175,7 +175,7 @@ class TestLink:
         sender = network.link(3)
         sending = Worker("sender").start(lambda: _send_unconfirmed(sender, source))
         try:
-            with pytest.raises(LinkError, match=r"was not sent by it|does not answer|sends something else"):
+            with pytest.raises(LinkError, match=r"did not come from it|does not answer|is not a snapshot"):
                 network.link(5).receive(target, 3)
         finally:
             network.wires[5, 3, 2].put(bytes(32))  # nobody confirms
@@ -186,13 +186,13 @@ class TestLink:
         source = MemoryStorage("unconfirmed")
         save(source, "step-1")
         network.wires[5, 3, 2].put(bytes(32))
-        with pytest.raises(LinkError, match="what came in the name of rank 5 was not sent by it"):
+        with pytest.raises(LinkError, match="a message in the name of rank 5 did not come from it"):
             network.link(3).send(source, "step-1", 5)
 
     @pytest.mark.parametrize("length", [0, -1, (64 << 20) + 1])
     def test_what_is_no_header_is_refused_before_it_takes_memory(self, network: Network, length: int) -> None:
         network.link(0)._send(torch.tensor([length]), 1)
-        with pytest.raises(LinkError, match="rank 0 sends something else than a snapshot"):
+        with pytest.raises(LinkError, match="rank 0 sent something that is not a snapshot"):
             network.link(1).receive(MemoryStorage("header"), 0)
 
     def test_the_numbers_of_the_job_are_used_and_its_errors_name_the_rank(
@@ -364,8 +364,8 @@ class TestReplicas:
         found._report(hosts, [Transfer(0, SLOT, "step-8", 2)], "")
         found._report(hosts, [Transfer(0, SLOT, "step-8", 2)], "cut")
         told = [
-            "snapshots in memory were sent between hosts: two has step-8 from one",
-            "snapshots in the memory of other hosts cannot be used: cut",
+            "hosts sent each other snapshots in memory: two has step-8 from one",
+            "ckpt can't use the snapshots in the memory of other hosts: cut",
         ]
         assert [record.message for record in caplog.records] == (told if rank == 0 else [])
 
@@ -389,7 +389,7 @@ class TestReplicas:
         assert link.asked == ([] if fails == "make" else [("receive", SLOT, 2)])
         assert (found._link is None) == bool(fails)
         assert found._owners == (() if fails else (0, 2))
-        assert ("cannot be used" in caplog.text) == bool(fails)
+        assert ("can't use the snapshots" in caplog.text) == bool(fails)
         monkeypatch.setattr(found, "_plan", lambda *_: [])
         assert not found.restore(meeting)
         monkeypatch.setattr(found, "_plan", lambda *_: [Transfer(0, SLOT, "step-8", 2)])
@@ -600,7 +600,7 @@ class TestPlaces:
         root = Stubborn("stubborn")
         write_token(root)
         assert remove_token(root)
-        assert "memory://stubborn/.memory cannot be removed: not mine. Remove it" in caplog.text
+        assert "could not remove memory://stubborn/.memory: not mine. Remove it" in caplog.text
 
     def test_the_variables_choose_the_folder_and_the_time(self, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert places.memory_directory() == memory
@@ -647,7 +647,8 @@ class TestRoom:
         little = Room(tmpfs=250, memory=MANY, used=0, held=False)
         two = Hosts((0, 0, 2, 2), tuple("aabb"))
         assert verdict_of([view(room=enough), view()], ONE_SHARED_ROOT) == save_unless("", [])
-        assert verdict_of([view(busy=True), view(error="x")], ONE_SHARED_ROOT)["do"] == SKIP
+        skipped = {"do": SKIP, "why": "", "free": False, "small": []}
+        assert verdict_of([view(busy=True), view(error="x")], ONE_SHARED_ROOT) == skipped
         failed = verdict_of([view(error="x"), view(error="y", full=True), view(error="x")], ONE_SHARED_ROOT)
         assert (failed["do"], failed["why"], failed["free"]) == (GIVE_WAY, "x; y", True)
         assert not verdict_of([view(error="x")], ONE_SHARED_ROOT)["free"]

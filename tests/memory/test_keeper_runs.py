@@ -35,7 +35,6 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder.mkdir()
     monkeypatch.setenv("CKPT_MEMORY_DIR", str(folder))
     monkeypatch.setenv("CKPT_MEMORY_KEEPER", "on")
-    monkeypatch.setenv("CKPT_MEMORY_RESCUE_AFTER", "0.2")
     with no_keeper_left(folder):
         yield folder
 
@@ -95,18 +94,6 @@ def straight(tmp_path: Path) -> str:
     return train(str(tmp_path / "straight"), 25)
 
 
-def test_a_run_that_is_not_restarted_has_its_last_snapshot_in_the_root(
-    tmp_path: Path, memory: Path, straight: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = killed(tmp_path, memory=ckpt.Memory(every=3, rescue=True))
-    wait_until(lambda: (tmp_path / "root/step-00000015/manifest.json").exists(), "it is rescued")
-    assert ckpt.verify(tmp_path / "root")["step-00000015"] == []
-    wait_until(lambda: not place.is_there, "what is in the root is removed from memory")
-    assert train(str(tmp_path / "root"), 25) == straight
-    assert "step-00000015" in capsys.readouterr().err
-    assert list(memory.iterdir()) == []
-
-
 def test_without_the_option_the_root_has_its_last(tmp_path: Path) -> None:
     killed(tmp_path)
     time.sleep(1.0)
@@ -116,8 +103,7 @@ def test_without_the_option_the_root_has_its_last(tmp_path: Path) -> None:
 def test_where_the_keeper_was_killed_too_the_root_has_its_last_and_the_memory_is_used(
     tmp_path: Path, memory: Path, straight: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CKPT_MEMORY_RESCUE_AFTER", "60")
-    place = killed(tmp_path, memory=ckpt.Memory(every=3, rescue=True))
+    place = killed(tmp_path, memory=ckpt.Memory(every=3))
     keeper = living_keeper(place)
     assert keeper is not None
     os.kill(keeper.process, signal.SIGKILL)
@@ -129,10 +115,9 @@ def test_where_the_keeper_was_killed_too_the_root_has_its_last_and_the_memory_is
 
 
 def test_a_restart_has_the_same_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPT_MEMORY_RESCUE_AFTER", "60")
-    first = living_keeper(killed(tmp_path, memory=ckpt.Memory(every=3, rescue=True)))
+    first = living_keeper(killed(tmp_path, memory=ckpt.Memory(every=3)))
     (tmp_path / "reached").unlink()
-    assert living_keeper(killed(tmp_path, memory=ckpt.Memory(every=3, rescue=True))) == first
+    assert living_keeper(killed(tmp_path, memory=ckpt.Memory(every=3))) == first
 
 
 class TestSmallTmpfs:
@@ -166,11 +151,6 @@ class TestSmallTmpfs:
         assert "resumed from memory" not in capsys.readouterr().err
         assert list(memory.iterdir()) == []
 
-    def test_its_snapshot_is_rescued(self, tmp_path: Path) -> None:
-        killed(tmp_path, small=True, memory=ckpt.Memory(every=3, rescue=True))
-        wait_until(lambda: (tmp_path / "root/step-00000015/manifest.json").exists(), "it is rescued")
-        assert ckpt.verify(tmp_path / "root")["step-00000015"] == []
-
     def test_without_a_keeper_the_tier_is_off_with_one_line(
         self, tmp_path: Path, straight: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -179,7 +159,7 @@ class TestSmallTmpfs:
         assert train(str(tmp_path / "root"), 25) == straight
         said = [record.message for record in caplog.records if "snapshots in memory are off" in record.message]
         assert len(said) == 1
-        assert "is too small, and there is no keeper process" in said[0]
+        assert "is too small, and ckpt could not start a keeper process" in said[0]
 
 
 @contextmanager

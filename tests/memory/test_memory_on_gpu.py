@@ -47,10 +47,10 @@ class Run:
         """Wait until the device may write to all pages that it has filled."""
         deadline = time.monotonic() + DEADLINE
         for image in self.manager.session.saver.snapshots.memory._mapped:
-            while image._registering is None or image._registering.busy:
+            while image._readying is None or image._readying.busy:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-            assert image.is_registered
+            assert image.is_straight
 
     def loaded(self) -> int:
         """The step of the snapshot that is loaded, which must be exact."""
@@ -125,6 +125,31 @@ def test_a_bit_that_flips_in_the_memory_of_a_snapshot_is_found(memory: Path, tmp
             file.seek(10_000_000)
             file.write(bytes([byte ^ 1]))
         assert run.loaded() == 2
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_save_to_a_disk_is_hashed_on_the_device_too(
+    wait: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, own, by_host = nn.Linear(4096, 4096).cuda(), BlockHasher.update, [0]
+    weight = model.weight.detach().clone()
+
+    def update(hasher: BlockHasher, view: memoryview) -> None:
+        by_host.append(len(view))
+        own(hasher, view)
+
+    with ckpt.StateManager(tmp_path, model=model) as manager:
+        with monkeypatch.context() as patched:
+            patched.setattr(BlockHasher, "update", update)
+            patched.setattr(write_link_commit, "_InThreads", None)
+            manager.save_state("a", wait=wait)
+            with torch.no_grad():
+                model.weight.zero_()
+            manager.wait()
+        assert max(by_host) < 1 << 20
+        manager.load_state("a")
+    assert torch.equal(model.weight, weight)
+    assert ckpt.verify(tmp_path / "a") == {"a": []}
 
 
 def test_weights_that_did_not_change_are_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ __all__ = ["memory", "straight"]
 class TestARunThatLives:
     @pytest.fixture
     def living(self, tmp_path: Path) -> Any:
-        training = Training(tmp_path / "root", memory=ckpt.Memory(every=3, rescue=True))
+        training = Training(tmp_path / "root", memory=3)
         with training.manager as manager:
             manager.resume()
             while manager.progress.step < 17:
@@ -70,8 +70,6 @@ class TestARunThatLives:
             manager.load_state(name)
         assert snapshots(memory) == ["step-00000012", "step-00000015"]
         assert (tmp_path / "root" / ".memory").exists()
-        (place,) = MemoryPlace.list_places()
-        assert place.facts["rescue"] is not None
 
     def test_without_the_option_too(self, tmp_path: Path, memory: Path, living: Training) -> None:
         with Training(tmp_path / "root", memory=None).manager as manager:
@@ -140,7 +138,7 @@ class TestARunThatDied:
         Training(tmp_path / "root").to(17)
         for _ in range(2):
             Training(tmp_path / "root", memory=None).to(18)
-        assert caplog.text.count("without memory=") == 1
+        assert caplog.text.count("This run has no memory=") == 1
 
     @pytest.mark.slow
     def test_a_forked_child_that_outlives_it_is_in_nobodys_way(self, tmp_path: Path, straight: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import ckpt
+from ckpt.memory import tier
 from ckpt.root import write_link_commit
 from ckpt.save.snapshot import fetch, tensor_copies
 from ckpt.save.snapshot import snapshots as snapshots_module
@@ -62,11 +63,12 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 class Run:
     """A model of 1.4 MB with its moments; the counts of steps are on the host."""
 
-    def __init__(self, root: Path, seed: int = 1) -> None:
+    def __init__(self, root: Path, seed: int = 1, every: int = 1) -> None:
         torch.manual_seed(seed)
         self.model = nn.Linear(600, 600)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.manager = ckpt.StateManager(root, model=self.model, optimizer=self.optimizer, save_every=1000, memory=1)
+        model, optimizer = self.model, self.optimizer
+        self.manager = ckpt.StateManager(root, model=model, optimizer=optimizer, save_every=1000, memory=every)
         self.manager.resume()
 
     def train(self, steps: int) -> list[str]:
@@ -132,24 +134,19 @@ def test_two_slots_take_turns_in_the_memory_of_their_files(run: Run, memory: Pat
 def _register(run: Run) -> None:
     """Wait until the pages of all mapped files are registered."""
     for image in run.manager.session.saver.snapshots.memory._mapped:
-        assert image._registering is not None
-        image._registering.wait()
+        assert image._readying is not None
+        image._readying.wait()
 
 
-def test_from_the_third_snapshot_on_the_device_writes_to_the_files_itself(
-    run: Run, memory: Path, device: SimulatedDevice
-) -> None:
+def test_the_device_writes_to_the_files_itself(run: Run, memory: Path, device: SimulatedDevice) -> None:
     device.can_register = True
-    run.train(1)
-    _register(run)
-    run.train(1)
-    _register(run)
-    assert device.straight == 0
-    fetched, pages = len(device.fetched), dict(device.registered)
     states = run.train(2)
-    assert device.straight == len(device.fetched) - fetched > 40
+    _register(run)
+    assert device.straight == len(device.fetched) > 40
     assert found(memory) == states[-1]
-    states += run.train(3)
+    pages = dict(device.registered)
+    states += run.train(5)
+    assert device.straight == len(device.fetched)
     assert found(memory) == states[-1]
     assert device.registered == pages
     run.manager.close()
@@ -157,14 +154,61 @@ def test_from_the_third_snapshot_on_the_device_writes_to_the_files_itself(
     assert list(memory.iterdir()) == []
 
 
+class TestMemoryIsMadeReadyFromTheFirstStepOn:
+    @pytest.fixture
+    def run(self, tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+        monkeypatch.setattr(tier, "_WORTH_PREPARING", LARGE)
+        device.can_register = True
+        run = Run(tmp_path / "root", every=3)
+        with run.manager:
+            yield run
+
+    def test_the_first_snapshot_is_written_to_pages_that_were_there(
+        self, run: Run, memory: Path, device: SimulatedDevice, copied: list[int]
+    ) -> None:
+        run.train(1)
+        _register(run)
+        ready = {path.stat().st_ino for path in memory.rglob("*.ckpt-tmp")}
+        pages = dict(device.registered)
+        assert len(ready) == 2
+        assert snapshots(memory) == {}
+        states = run.train(2)
+        assert set(snapshots(memory)["step-00000003"].values()) == ready
+        assert pages.items() <= device.registered.items()
+        assert device.straight == len(device.fetched) > 20
+        assert (copied, found(memory)) == ([], states[-1])
+
+    def test_so_is_that_of_the_second_once_the_first_is_committed(self, run: Run, memory: Path) -> None:
+        run.train(3)
+        _register(run)
+        ready = {path.stat().st_ino for path in memory.rglob("*.ckpt-tmp")}
+        run.train(3)
+        assert set(snapshots(memory)["step-00000006"].values()) == ready
+
+    def test_it_counts_as_the_snapshots_own_when_room_is_measured(self, run: Run) -> None:
+        run.train(1)
+        _register(run)
+        assert run.manager.session.memory is not None
+        assert run.manager.session.memory.meeting.measure_room()["used"] > 4_000_000
+
+    def test_a_run_without_any_snapshot_leaves_nothing(self, run: Run, memory: Path, device: SimulatedDevice) -> None:
+        run.train(1)
+        run.manager.close()
+        assert device.registered == {}
+        assert list(memory.iterdir()) == []
+
+
 def test_a_device_that_registers_nothing_has_its_snapshots_copied_through_the_ring(
     run: Run, memory: Path, device: SimulatedDevice, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO):
-        states = run.train(4)
+    with caplog.at_level(logging.DEBUG, "ckpt"):
+        states = run.train(2)
         _register(run)
-    assert "cannot write to host memory itself" in caplog.text
+        device.fetched.clear()
+        states = run.train(2)
+    assert "can't write to host memory directly" in caplog.text
     assert device.straight == 0
+    assert max(device.fetched) <= fetch.TRANSFER
     assert found(memory) == states[-1]
 
 
@@ -281,5 +325,5 @@ def test_a_process_that_was_forked_during_a_snapshot_holds_none_of_its_memory(tm
 def test_a_range_maps_nothing_beyond_itself() -> None:
     mapped = MappedRange(5000)
     for start, size in ((100, 10), (-4096, 10), (4096, 5000), (8192, 1)):
-        with pytest.raises(ValueError, match="cannot be mapped"):
+        with pytest.raises(ValueError, match="can't map"):
             mapped.map_file(0, start, size)

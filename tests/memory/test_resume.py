@@ -143,7 +143,7 @@ def test_snapshots_of_a_run_that_signs_are_signed(tmp_path: Path, memory: Path, 
 def test_the_report_says_what_memory_cost_and_saved(tmp_path: Path) -> None:
     Training(tmp_path / "root").to(17)
     Training(tmp_path / "root").to(25, die=False)
-    text = page(gather(tmp_path / "root"), None, {}, as_html=False)
+    text = page(gather(tmp_path / "root"), {}, as_html=False)
     assert re.search(r"(?m)^\| memory \| 4 snapshots, training waited \d+\.\d\d s in all \|$", text), text
     assert "a crash at step 17 cost 2 steps instead of 7, thanks to snapshots in memory\n" in text
 
@@ -151,7 +151,7 @@ def test_the_report_says_what_memory_cost_and_saved(tmp_path: Path) -> None:
 def test_a_run_without_memory_has_nothing_of_it_in_its_manifests(tmp_path: Path) -> None:
     Training(tmp_path / "root", memory=None).to(10)
     assert '"memory"' not in (tmp_path / "root" / "step-00000010" / "manifest.json").read_text()
-    assert "| memory |" not in page(gather(tmp_path / "root"), None, {}, as_html=False)
+    assert "| memory |" not in page(gather(tmp_path / "root"), {}, as_html=False)
 
 
 def test_after_a_resume_from_the_root_memory_is_the_newest_again(tmp_path: Path, memory: Path, straight: str) -> None:
@@ -238,9 +238,9 @@ class TestDamage:
         assert again.to(18)
         assert (again.restored.from_memory, again.restored.step) == (True, 12)
         assert list(again.restored.passed_over) == ["step-00000015 in memory"]
-        lost = [record.message for record in caplog.records if "are lost" in record.message]
+        lost = [record.message for record in caplog.records if "and loses" in record.message]
         assert len(lost) == 1
-        assert "had reached step 17, and continues from step 12: 5 steps of it are lost." in lost[0]
+        assert "had reached step 17; it continues from step 12 and loses 5 steps." in lost[0]
         assert snapshots(memory) == ["step-00000015", "step-00000018"]
         last = Training(tmp_path / "root")
         assert last.to(25) == straight
@@ -264,8 +264,8 @@ class TestDamage:
         again = Training(tmp_path / "root")
         assert again.to(25) == straight
         assert again.manager.restored is None
-        assert "step-00000006 in memory is passed over: " in caplog.text
-        assert "step-00000003 in memory is passed over: " in caplog.text
+        assert "ckpt skips step-00000006 in memory: " in caplog.text
+        assert "ckpt skips step-00000003 in memory: " in caplog.text
 
     def test_with_both_damaged_the_roots_is_taken(self, tmp_path: Path, memory: Path, straight: str) -> None:
         Training(tmp_path / "root").to(17)
@@ -285,7 +285,7 @@ class TestDamage:
         again = Training(tmp_path / "root")
         assert again.to(25) == straight
         assert again.manager.restored is None
-        assert "step-00000006 in memory is passed over: " in caplog.text
+        assert "ckpt skips step-00000006 in memory: " in caplog.text
 
     @pytest.mark.parametrize("name", ["model.safetensors", "state.json", "rank-00000.json"])
     def test_so_does_a_file_that_is_gone(self, tmp_path: Path, memory: Path, straight: str, name: str) -> None:
@@ -369,7 +369,7 @@ class TestAsIfItHadNeverBeen:
         self, tmp_path: Path, memory: Path, resumes_first: bool
     ) -> None:
         Training(tmp_path / "root").to(17)
-        training = Training(tmp_path / "root", memory=ckpt.Memory(every=3, rescue=True))
+        training = Training(tmp_path / "root", memory=3)
         with contextlib.suppress(DiedError), training.manager as manager:
             if resumes_first:
                 assert manager.resume()
@@ -443,7 +443,7 @@ class TestLineage:
         assert [name for name, problems in found.items() if problems] == ["step-00000010"]
         first, second, third = (path.stat().st_ino for path in self.frozen_files(tmp_path / "root"))
         assert first != second == third
-        assert "step-00000020/table.safetensors is written and not linked: " in caplog.text
+        assert "step-00000020/table.safetensors again, because the earlier file is not intact: " in caplog.text
 
     def test_a_run_that_resumes_at_its_last_step_saves_it_to_the_root(self, tmp_path: Path, memory: Path) -> None:
         data: DataLoader[Any] = DataLoader(TensorDataset(torch.arange(12.0)), batch_size=1)
@@ -482,10 +482,11 @@ def test_a_commit_that_is_cut_off_leaves_the_snapshot_before(
     training = Training(tmp_path / "root", save_every=None)
     renamed, own = itertools.count(), os.replace
 
-    def cut_off(source: Any, target: Any) -> None:
-        if str(target).startswith(str(memory)) and next(renamed) >= when:
+    def cut_off(source: Any, target: Any, **folders: Any) -> None:
+        folder = os.readlink(f"/proc/self/fd/{folders['dst_dir_fd']}") if folders else str(target)
+        if folder.startswith(str(memory)) and next(renamed) >= when:
             raise OSError(5, "Input/output error")
-        own(source, target)
+        own(source, target, **folders)
 
     monkeypatch.setattr(os, "replace", cut_off)
     training.to(9)

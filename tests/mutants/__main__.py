@@ -10,6 +10,7 @@ import fnmatch
 import os
 import platform
 import queue
+import random
 import subprocess
 import sys
 import tempfile
@@ -126,6 +127,7 @@ def main() -> int:
     verdicts = list(report.noticed_before(KEPT, mutants)) if options.resume else []
     done_before = {one.mutant for one in verdicts}
     left, judge = [one for one in mutants if one not in done_before], Judge(Reach.read(REACH))
+    random.Random(options.seed).shuffle(left)  # so that a run that is stopped has measured a sample
     with workers(options.jobs) as free, ThreadPoolExecutor(options.jobs) as pool:
 
         def one(mutant: Mutant) -> Verdict:

@@ -33,9 +33,6 @@ class Tracer:
             watch.use_tool_id(watch.COVERAGE_ID, "ckpt mutants")
             watch.register_callback(watch.COVERAGE_ID, watch.events.PY_START, self._started)
             watch.set_events(watch.COVERAGE_ID, watch.events.PY_START)
-        else:
-            threading.settrace(self._called)
-            sys.settrace(self._called)
 
     def forked(self) -> None:
         """This is a new process: of the test that runs now, and with a file of its own."""
@@ -52,6 +49,9 @@ class Tracer:
         self._test, self._seen = name, set()
         if sys.version_info >= (3, 12):
             sys.monitoring.restart_events()
+        else:  # for each test: whatever sets a tracer of its own, and takes it out again, takes this one out with it
+            threading.settrace(self._called)
+            sys.settrace(self._called)
 
     def _started(self, code: CodeType, offset: int) -> Any:
         self._note(code)

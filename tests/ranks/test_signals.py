@@ -149,7 +149,7 @@ def test_a_last_save_that_takes_longer_than_the_grace_period_is_given_up(tmp_pat
     assert run_ranks(1, _terminated, str(tmp_path / "run"), 1.0, dies=True) == [143]
     assert time.monotonic() - began < 60
     assert [found.name for found in ckpt.list_checkpoints(tmp_path / "run") if found.committed] == ["step-00000001"]
-    assert "not saved within the grace period of 1 s" in (tmp_path / "run.err").read_text()
+    assert "could not save within the grace period of 1 s" in (tmp_path / "run.err").read_text()
 
 
 def _slow_farewell(rank: int, root: str) -> None:

@@ -14,7 +14,7 @@ from ckpt.errors import ConfigError, DamagedError, MissingError, TransientError,
 from ckpt.formats.checkpoint_name import check_name
 from ckpt.formats.native import manifest as manifest_format
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
-from ckpt.root.catalog import MARKER, find, list_checkpoints, locate, read_manifest, resolve, scan
+from ckpt.root.catalog import MARKER, find, list_checkpoints, read_manifest, resolve, scan
 from ckpt.storage import Entry, LocalStorage, Storage
 from tests.helpers.byte_checkpoints import attempt_at, begin_and_write, keys, save
 from tests.helpers.places import PassedOn
@@ -149,7 +149,7 @@ class TestLocating:
         found, listed, is_checkpoint = resolve(storage.url)
         assert (found.url, listed, is_checkpoint) == (storage.url, ["a"], False)
         save(storage, "b", sequence=2)
-        assert locate(storage.url)[1] == ["b", "a"]
+        assert resolve(storage.url)[1] == ["b", "a"]
 
     def test_a_checkpoint_is_located_in_its_root(self, storage: Storage) -> None:
         save(storage, "a")
@@ -174,7 +174,7 @@ class TestLocating:
     def test_what_is_neither_is_refused(self, storage: Storage) -> None:
         save(storage, "a")
         with pytest.raises(MissingError, match="neither a root nor a checkpoint"):
-            locate(f"{storage.url}/other")
+            resolve(f"{storage.url}/other")
 
 
 class _Committing(PassedOn):

@@ -115,7 +115,7 @@ class TestMarkers:
         root.write(f"a/{MARKER}", [content if isinstance(content, bytes) else json.dumps(content).encode()])
         found, version = marker_and_version(root, "a")
         assert (found, version) == (read, root.version(f"a/{MARKER}"))
-        assert ("is not a save marker that ckpt can read" in caplog.text) == (read is None)
+        assert ("can't read the save marker" in caplog.text) == (read is None)
         assert found is None or not found.under_way
 
     def test_its_age_is_endless_where_it_does_not_say_when_it_was_written(self) -> None:
@@ -165,7 +165,7 @@ class TestMarkers:
         catalog.mark_removal(root, "a", [], "gone", over=root.version(f"a/{MARKER}"))
         storage.left = 1000
         monkeypatch.setattr(catalog, "_PATIENCE", -1.0)
-        with pytest.raises(LockedError, match=r"a is being removed by another process: process 7 has it"):
+        with pytest.raises(LockedError, match=r"another process is removing .*a: process 7 has it"):
             mark_save(storage, "a", ["new"], [], "id")
         assert storage.left == 999
 
@@ -183,7 +183,7 @@ class TestMarkers:
         mark_save(storage, "a", ["new"], [], "id")
         assert storage.tries == 3
         storage.until = 1000
-        with pytest.raises(ConflictError, match="other processes write it again and again"):
+        with pytest.raises(ConflictError, match="other processes keep writing"):
             mark_save(storage, "a", ["new"], [], "id")
         assert storage.tries == 3 + catalog._ATTEMPTS
 

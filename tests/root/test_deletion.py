@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ from ckpt.formats.native import manifest as manifest_format
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
 from ckpt.root.catalog import DAY, HISTORY, MARKER, mark_save, read_marker
 from ckpt.root.deletion import apply_retention, remove, remove_or_explain, remove_uncommitted, sweep
-from ckpt.storage import ANY, Buffer, Storage
+from ckpt.storage import ANY, Buffer, LocalStorage, Storage
 from tests.helpers.byte_checkpoints import (
     FILES,
     attempt_at,
@@ -195,6 +196,12 @@ class TestLeftovers:
     def test_are_not_looked_for_where_a_save_failed_before_it_wrote_anything(self, storage: Storage) -> None:
         remove_uncommitted(storage, "a")
         assert not keys(storage)
+
+    def test_are_removed_where_there_is_nothing_but_a_file_that_was_being_written(self, tmp_path: Path) -> None:
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a" / ".model.safetensors.x.ckpt-tmp").touch()
+        remove_uncommitted(LocalStorage(tmp_path), "a")
+        assert not list(tmp_path.rglob("*.ckpt-tmp"))
 
     def test_that_a_marker_names_outside_its_folder_are_kept(self, storage: Storage) -> None:
         manifest = save(storage, "a")

@@ -84,7 +84,7 @@ class TestLoading:
         damage(open_storage(mirror), OPTIMIZER)
         restored, found = resume(root, mirror)
         assert (restored.step, found) == (2, saved)
-        assert "so ckpt reads each where it is intact: 1 of" in caplog.text
+        assert "so ckpt reads each file where it is intact: 1 of" in caplog.text
         assert f"ckpt verify {root}/{NAME} --repair --from {mirror}" in caplog.text
 
     def test_goes_back_to_an_older_one_where_a_file_is_whole_in_neither(
@@ -97,7 +97,7 @@ class TestLoading:
         damage(open_storage(mirror), OPTIMIZER)
         restored, _ = resume(root, mirror)
         assert restored.step == 1
-        assert f"model.safetensors of {NAME} is intact neither in" in restored.passed_over[NAME]
+        assert f"no intact model.safetensors of {NAME}, neither in" in restored.passed_over[NAME]
 
 
 def test_a_damaged_manifest_in_the_root_and_a_damaged_file_in_the_mirror(urls: tuple[str, str]) -> None:

@@ -290,6 +290,9 @@ class TestStates:
         assert state() == (DAMAGED, True, 1)
         mark_save(root, "a", [], [], "id")
         assert state() == (UNDER_WAY, False, 1)
+        root.write(f"a/{FILE_NAME}", [b"x"])  # it was committed: that a save is under way does not excuse it
+        assert state() == (DAMAGED, True, 1)
+        root.delete([f"a/{FILE_NAME}"])
         root.write(f"a/{MARKER}", [b'{"files": [], "replaces": []}'])
         assert state() == (DAMAGED, True, 1)
         save(root, "a")
@@ -420,6 +423,8 @@ class TestStates:
         root.delete([f"a/{FILE_NAME}", f"a/{COPY_NAME}"])
         away.away = False
         assert condition(listed, listed.checkpoints[0], verify=True).state == DAMAGED
+        root.delete([entry.key for entry in root.list("a")])
+        assert condition(listed, listed.checkpoints[0], verify=True).state == DAMAGED
 
 
 class TestRepair:
@@ -507,7 +512,7 @@ class TestTrust:
         ):
             caplog.clear()
             if result is refused:
-                with pytest.raises(UntrustedError, match="is refused"):
+                with pytest.raises(UntrustedError, match="refuses"):
                     trust.accepted(manifest)
                 continue
             assert trust.checked(manifest).is_authentic is result
@@ -523,7 +528,7 @@ class TestTrust:
         assert not caplog.records
         Trust(("k",)).refuse_unsigned("x")
         assert "x has no manifest, so nothing in it is signed" in caplog.text
-        with pytest.raises(UntrustedError, match="x is refused: it has no manifest"):
+        with pytest.raises(UntrustedError, match=r"ckpt refuses .*x: you require a signature, but without a manifest"):
             Trust(("k",), required=True).refuse_unsigned("x")
 
     def test_where_keys_are_looked_for(self, keys: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -534,7 +539,7 @@ class TestTrust:
             find_signing_key(True)
         assert find_verify_keys(None) == ()
         assert open_trust(None) == Trust()
-        with pytest.raises(ConfigError, match="signatures are required, and there is no key"):
+        with pytest.raises(ConfigError, match="you require signatures, but gave no key"):
             open_trust(None, required=True)
         monkeypatch.setenv(signing.SIGN_VARIABLE, keys[0])
         monkeypatch.setenv(signing.VERIFY_VARIABLE, Path(f"{keys[1]}.pub").read_text())
@@ -549,16 +554,16 @@ class TestTrust:
         both = Path(f"{keys[0]}.pub").read_text() + Path(keys[1]).read_text()
         assert find_verify_keys(both) == (one.id, *two)
         for wrong, why in (
-            ("", "cannot be read"),
+            ("", "could not read it"),
             ("-----BEGIN x", "is not the right kind of PEM"),
-            (f"{keys[0]}.none", "cannot be read"),
+            (f"{keys[0]}.none", "could not read it"),
         ):
             with pytest.raises(ConfigError, match=why):
                 find_verify_keys(wrong)
         with pytest.raises(ConfigError, match="is not the right kind of PEM"):
             find_signing_key(Path(f"{keys[0]}.pub").read_text())
         Path(keys[0] + ".empty").touch()
-        with pytest.raises(ConfigError, match="holds no key"):
+        with pytest.raises(ConfigError, match="has no key in it"):
             find_verify_keys(keys[0] + ".empty")
 
     def test_a_private_key_that_others_may_read_is_refused_and_none_is_overwritten(self, keys: tuple[str, str]) -> None:
@@ -568,12 +573,12 @@ class TestTrust:
         for mode in (0o640, 0o604, 0o620):
             os.chmod(keys[0], mode)
             for find_key in (find_signing_key, find_verify_keys):
-                with pytest.raises(ConfigError, match=f"others may read or write .mode {mode:04o}"):
+                with pytest.raises(ConfigError, match=f"others may read or write .*mode {mode:04o}"):
                     find_key(keys[0])
-        with pytest.raises(ConfigError, match="is there already"):
+        with pytest.raises(ConfigError, match="already exists"):
             new_key(keys[1])
         os.remove(f"{keys[1]}.pub")
-        with pytest.raises(ConfigError, match="cannot be written: File exists"):
+        with pytest.raises(ConfigError, match=r"could not write .*: File exists"):
             new_key(keys[1])
         assert not os.path.exists(f"{keys[1]}.pub")
 

@@ -156,7 +156,7 @@ def test_a_snapshot_that_was_given_back_cannot_be_read(device: SimulatedDevice) 
         threading.Timer(0.1, device.gate.set).start()
         snapshot.release()
         snapshot.release()
-        with pytest.raises(ckpt.StateError, match="given back"):
+        with pytest.raises(ckpt.StateError, match="whose memory it has released"):
             list(snapshot.files["model.safetensors"].pieces())
 
 

@@ -210,7 +210,9 @@ class TestAFolderThatCannotBeSynced:
             manager.save_state("first", wait=True)
             with monkeypatch.context() as patch:
                 fail_to_sync(root / "a", 99, patch, beside=file)
-                with pytest.raises(ckpt.StorageError, match=rf"{file}.* written, but \w+ folder could not") as caught:
+                with pytest.raises(
+                    ckpt.StorageError, match=rf"wrote .*{file}.*, but could not sync the folder"
+                ) as caught:
                     manager.save_state("a", wait=True)
             assert type(caught.value) is ckpt.StorageError
             assert not (root / "a").exists()
@@ -242,7 +244,7 @@ class TestAnAnswerThatWasLost:
                 storage.fails_after_writing = "latest/manifest.json"
                 with caplog.at_level(logging.WARNING, "ckpt"):
                     manager.save_state("latest", wait=True)
-        assert "was written, though the storage said otherwise: the answer was lost" in caplog.text
+        assert "the answer was lost" in caplog.text
         assert ckpt.verify(root) == {"latest": []}
 
     @pytest.mark.also_on_s3
@@ -274,9 +276,7 @@ class TestARootThatIsRemoved:
             manager.save_state("a", wait=True)
             shutil.rmtree(root)
             manager.save_state("b", wait=True)
-            assert re.search(
-                r"root/\.lock was removed, alone or with all of .*Checkpoints that are gone: a\.", caplog.text
-            )
+            assert re.search(r"somebody removed .*root/\.lock, or .*These checkpoints are gone: a\.", caplog.text)
             with (
                 ckpt.StateManager(root, model=nn.Linear(2, 2)) as another,
                 pytest.raises(ckpt.LockedError, match="another run writes to"),
@@ -293,7 +293,7 @@ class TestARootThatIsRemoved:
             manager.save_state("a", wait=True)
             (root / ".lock").unlink()
             manager.save_state("b", wait=True)
-            assert "Checkpoints that are gone: none." in caplog.text
+            assert "These checkpoints are gone: none." in caplog.text
             assert (root / ".lock").exists()
         assert ckpt.verify(root) == {"a": [], "b": []}
 
@@ -321,7 +321,7 @@ class TestARootThatIsRemoved:
                 time.sleep(0.01)
             shutil.rmtree(mirror)
             manager.save_state("b", wait=True)
-        assert "mirror/.lock was removed" in caplog.text
+        assert f"somebody removed {tmp_path}/mirror/.lock" in caplog.text
         assert ckpt.verify(mirror) == {"b": []}
 
     def test_a_root_removed_during_a_background_save_is_told_by_the_next_call(self, tmp_path: Path) -> None:
@@ -334,7 +334,7 @@ class TestARootThatIsRemoved:
             assert storage.waits.wait(60)
             shutil.rmtree(root)
             storage.gate.set()
-            with pytest.raises(ckpt.LockedError, match=r"\.lock was removed"):
+            with pytest.raises(ckpt.LockedError, match=r"somebody removed .*/\.lock"):
                 manager.wait()
             assert not list(root.rglob("manifest.json"))
             manager.save_state("c", wait=True)

@@ -50,7 +50,7 @@ def test_raise_saves_nothing_and_keeps_what_is_there(tmp_path: Path) -> None:
     with _manager(tmp_path, model := _model(), "raise") as manager:
         assert manager.save_state("good") == "good"
         nn.init.constant_(model[1].bias, math.nan)  # type: ignore[index]
-        with pytest.raises(ckpt.StateError, match=r"bad: parameters are NaN or infinite: model: 1\.bias\. Nothing was"):
+        with pytest.raises(ckpt.StateError, match=r"bad was not saved, .* NaN or infinite: model: 1\.bias\."):
             manager.save_state("bad")
     assert [found.name for found in ckpt.list_checkpoints(tmp_path)] == ["good"]
 
@@ -62,13 +62,13 @@ def test_skip_leaves_the_save_out_and_a_line_says_so(tmp_path: Path, caplog: pyt
         nn.init.constant_(model[1].bias, math.nan)  # type: ignore[index]
         manager.step()
     assert [found.name for found in ckpt.list_checkpoints(tmp_path)] == ["step-00000001"]
-    assert "step-00000002 is not saved; earlier checkpoints are kept: parameters are NaN or infinite" in caplog.text
+    assert "ckpt skips the save of step-00000002, because these parameters are NaN or infinite" in caplog.text
 
 
 def test_warn_saves_and_none_does_not_look(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with _manager(tmp_path / "warn", _model(math.nan), "warn") as manager:
         assert manager.save_state("a") == "a"
-    assert "a is saved all the same: parameters are NaN or infinite: model: 1.weight" in caplog.text
+    assert "ckpt saves a, although these parameters are NaN or infinite: model: 1.weight" in caplog.text
     caplog.clear()
     with _manager(tmp_path / "none", _model(math.nan), None) as manager:
         assert manager.save_state("a") == "a"
@@ -94,7 +94,7 @@ def test_after_an_exception_dead_weights_are_not_saved(tmp_path: Path, caplog: p
     manager.resume()
     manager.step()
     manager.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
-    assert "step 1 is not saved: parameters are NaN or infinite: model: 1.weight" in caplog.text
+    assert "could not save step 1: these parameters are NaN or infinite: model: 1.weight" in caplog.text
 
 
 def _one_rank(rank: int, root: str) -> None:
@@ -103,7 +103,7 @@ def _one_rank(rank: int, root: str) -> None:
         manager.save_state("good", wait=True)
         if rank == 1:
             nn.init.constant_(model.bias, math.nan)
-        with pytest.raises(ckpt.StateError, match=r"model: bias \(on rank 1\)\. Nothing was saved"):
+        with pytest.raises(ckpt.StateError, match=r"model: bias \(on rank 1\)\. Earlier checkpoints stay"):
             manager.save_state("bad", wait=True)
 
 

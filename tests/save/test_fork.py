@@ -71,7 +71,7 @@ def _refused(rank: int, root: str) -> None:
                 lambda: next(iter(manager.epochs(2))),
             ]
             for call in calls:
-                with pytest.raises(ckpt.ConfigError, match=rf"belongs to process {parent}.*with a root of its own"):
+                with pytest.raises(ckpt.ConfigError, match=rf"belongs to process {parent}.*with its own root"):
                     call()
             manager.close()
             assert not (Path(root) / "third").exists()

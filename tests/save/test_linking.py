@@ -138,6 +138,13 @@ def test_a_model_that_is_frozen_as_a_whole_keeps_its_plain_name(root: Place) -> 
     assert storage.linked == ["b/model.teacher.safetensors"]
 
 
+def test_what_is_frozen_and_small_stays_with_the_rest(root: Place) -> None:
+    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
+    with ckpt.StateManager(root, model=model) as manager:
+        manager.save_state("a")
+    assert [name for name in (root / "a").files() if name.startswith("model")] == ["model.safetensors"]
+
+
 def test_both_files_merge_to_one(root: Place, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

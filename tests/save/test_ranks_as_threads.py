@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +28,8 @@ from ckpt.root.write_link_commit import Attempt
 from ckpt.save import transaction
 from ckpt.save.capture import StateCapture
 from ckpt.save.root_writer import RootWriter
-from ckpt.save.saver import Saver
-from ckpt.save.transaction import SaveRequest
+from ckpt.save.saver import Saver, SaveReport
+from ckpt.save.transaction import SaveRequest, name_straggler
 from ckpt.state import rng
 from ckpt.state.model import ModelPart
 from ckpt.state.parts import ObjectPart, Part, RankObjectPart, Replication
@@ -131,8 +132,8 @@ def test_what_all_ranks_have_alike_is_written_once_with_a_document_of_each(
 ) -> None:
     shown, write = list[bool](), Attempt.write
 
-    def noted(self: Attempt, *args: Any, show: bool = False) -> Any:
-        shown.append(show)
+    def noted(self: Attempt, *args: Any, show: Callable[[], bool]) -> Any:
+        shown.append(show())
         return write(self, *args, show=False)
 
     monkeypatch.setattr(Attempt, "write", noted)
@@ -198,7 +199,7 @@ def test_state_that_differs_is_saved_by_each_rank_that_has_another(
     assert said.levelno == logging.WARNING
     assert "model (1.weight, 1.bias on rank 1)" in said.message
     assert "counter (values on rank 2)" in said.message
-    assert "It is restored exactly only on 3 ranks." in said.message
+    assert "Only a job of 3 ranks can restore that state exactly." in said.message
     assert ckpt.verify(shared.url) == {"a": [], "b": []}
 
 
@@ -223,7 +224,7 @@ def test_a_parameter_under_another_name_is_refused_on_all_ranks_and_nothing_is_l
         rank.parts = [ModelPart("model", nn.ModuleDict({name: linear(1.0) for name in names}))]
     raised = everywhere(ranks, Rank.save)
     assert len(set(raised)) == 1
-    assert "ranks have different names in one model, so nothing was saved" in raised[0]
+    assert "parameters of one model have different names on different ranks" in raised[0]
     assert "model: haed.bias, haed.weight on rank 2; head.bias, head.weight on ranks 0, 1" in raised[0]
     close(ranks)
     assert [entry.key for entry in shared.list() if not entry.key.startswith(".")] == []
@@ -349,15 +350,15 @@ def test_a_save_that_waits_gives_its_place_only_where_it_waits_on_all_ranks(
         assert everywhere(ranks, lambda rank: rank.saver.wait()) == [""] * 2
         everywhere(ranks, lambda rank: busy.append(rank.saver.is_busy_anywhere("fifth")))
         assert busy[2:] == [False, False]
-    replaced = [record for record in caplog.records if "takes its place" in record.message]
+    replaced = [record for record in caplog.records if " instead, " in record.message]
     assert [(record.levelname, record.args) for record in replaced] == [
         ("WARNING", ("second", "third")), ("INFO", ("third", "fourth"))
     ]  # fmt: skip
     assert [record.message for record in caplog.records].count(
-        "fifth is not saved: the save before it is still being written"
+        "ckpt skips fifth, because it is still writing the previous save"
     ) == 1
     close(ranks)
-    assert "2 saves were replaced by later ones" in caplog.text
+    assert "ckpt skipped 2 saves" in caplog.text
     assert [found.name for found in ckpt.list_checkpoints(gated.url)] == ["fourth", "first"]
 
 
@@ -447,7 +448,7 @@ class TestDrift:
         everywhere(ranks, lambda rank: rank.save("a", wait=False))
         raised = everywhere(ranks, lambda rank: rank.saver.wait())
         assert len(set(raised)) == 1
-        assert "replicas have drifted apart, so nothing was saved" in raised[0]
+        assert "nothing was saved, because replicas that should be equal have drifted apart" in raised[0]
         assert "model.1.weight: differs between rank 1 and rank 0" in raised[0]
         assert "model.0" not in raised[0]
         assert not any(found.committed for found in ckpt.list_checkpoints(shared.url))
@@ -517,3 +518,31 @@ def test_frozen_tensors_have_a_file_of_their_own_that_the_next_save_links(tmp_pa
     assert os.path.samefile(tmp_path / "a" / "model+frozen.safetensors", tmp_path / "b" / "model+frozen.safetensors")
     assert linked == [0, size]
     assert ckpt.verify(tmp_path) == {"a": [], "b": []}
+
+
+def test_the_rank_that_takes_longest_to_write_is_named_with_its_time(
+    shared: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports, write = list[SaveReport](), Attempt.write
+
+    def slow(self: Attempt, storage: Storage, plans: list[Any], *args: Any, **options: Any) -> Any:
+        time.sleep(0.5 if any("mine-00001" in plan.path for plan in plans) else 0)  # a slow disk of rank 1
+        return write(self, storage, plans, *args, **options)
+
+    monkeypatch.setattr(Attempt, "write", slow)
+    ranks = job(3, lambda _: shared)
+    for number, rank in enumerate(ranks):
+        rank.parts = [ModelPart("model", linear(1.0))]
+        rank.own = {f"mine-{number:05}": RankObjectPart(f"mine-{number:05}", Counter(torch.ones(2)))}
+    ranks[0].saver.reports.callbacks.append(reports.append)
+    assert everywhere(ranks, Rank.save) == [""] * 3
+    close(ranks)
+    assert (reports[0].slowest_rank, reports[0].slowest >= 0.5) == (1, True)
+
+
+def test_only_a_rank_that_takes_far_longer_than_most_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    assert name_straggler("a", [1.0, 2.0, 1.5], None) == (1, 2.0)
+    assert name_straggler("a", [20.0, 25.0, 29.0], None) == (2, 29.0)
+    assert not caplog.records
+    assert name_straggler("a", [1.0, 30.0, 1.5], (4, 6, 8)) == (6, 30.0)
+    assert "a: rank 6 took 30.0 s to write its files, but half of all 3 ranks took at most 1.5 s" in caplog.text

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ from ckpt.save.root_writer import (
     resumption,
     writer_at,
 )
-from ckpt.storage import ANY, Buffer, Storage, open_storage
+from ckpt.storage import ANY, Buffer, MemoryStorage, Storage, open_storage
 from tests.helpers.byte_checkpoints import MOMENT
 from tests.helpers.places import PassedOn
 
@@ -215,7 +216,7 @@ class TestOvertaking:
         save(writer, "a")
         theirs = Manifest(name="b", id="theirs", sequence=9, created=MOMENT, run="theirs", files=())
         writer.storage.write(f"b/{FILE_NAME}", [theirs.to_bytes()])
-        with pytest.raises(ckpt.ConflictError, match="b was saved by another run meanwhile, and is kept"):
+        with pytest.raises(ckpt.ConflictError, match=r"another run has saved .*b in the meantime"):
             save(writer, "b")
         writer.close()
         found = find(writer.storage, "b").manifest
@@ -286,7 +287,7 @@ class TestALostLock:
         shutil.rmtree(root)
         with caplog.at_level(logging.WARNING, "ckpt"):
             again = save(writer, "b")
-        assert "Checkpoints that are gone: a." in caplog.text
+        assert "These checkpoints are gone: a." in caplog.text
         assert (names(root), again.sequence) == (["b"], 2)
         with pytest.raises(ckpt.LockedError):
             writer_of(root).hold()
@@ -428,7 +429,7 @@ class TestLineage:
             ("", None, {}, ""),
             ("it is away.", None, {}, "the last load failed: it is away."),
             ("", newest, {}, "a is the newest"),
-            ("", None, {"b": "b is damaged."}, "can't be read, so ckpt saves nothing next to them: b is damaged."),
+            ("", None, {"b": "b is damaged."}, "so ckpt saves nothing next to them: b is damaged."),
         ):
             lineage = Lineage(failed_load=failed)
             if why:
@@ -454,7 +455,7 @@ class TestCommits:
             attempt = writer.begin("a", [plan.path])
             seconds = {**SECONDS, "blocked": 1.25, "total": 2.5}
             made = writer.commit(attempt, attempt.write(writer.storage, [plan], {}), {"seconds": seconds})
-        assert caplog.messages == [f"saved {tmp_path}/a: 2.5 kB, training waited 1.25 s, durable after 2.50 s"]
+        assert caplog.messages == ["saved a: 2.5 kB, training waited 1.25 s, durable after 2.50 s"]
         assert (made.world_size, made.hosts, made.parent, made.signature) == (1, (), None, None)
         assert made.versions.keys() == {"ckpt", "torch", "python"}
         assert made.hardware
@@ -468,13 +469,13 @@ class TestCommits:
         (tmp_path / "others" / "notes.txt").write_bytes(b"x")
         writer = writer_of(tmp_path)
         with pytest.raises(
-            ckpt.ConfigError, match=r"theirs was written by Accelerate, and ckpt does not overwrite it\. Save un"
+            ckpt.ConfigError, match=r"Accelerate wrote .*theirs, and ckpt does not overwrite it\. Save un"
         ):
             save(writer, "theirs")
         save(writer, "others")
         writer.close()
         inside = writer_of(tmp_path / "theirs")
-        with pytest.raises(ckpt.ConfigError, match="theirs was written by Accelerate, and ckpt does not write into it"):
+        with pytest.raises(ckpt.ConfigError, match=r"Accelerate wrote .*theirs, and ckpt does not write into it"):
             save(inside, "a")
         inside.close()
 
@@ -522,7 +523,7 @@ class TestCommits:
         fresh = writer_of(tmp_path / "other-root")
         (tmp_path / "other-root" / "newer").mkdir(parents=True)
         shutil.copy(tmp_path / "newer" / FILE_NAME, tmp_path / "other-root" / "newer")
-        with pytest.raises(ckpt.ConfigError, match="committed and can't be read, so ckpt saves nothing next to them"):
+        with pytest.raises(ckpt.ConfigError, match="can't read, so ckpt saves nothing next to them"):
             save(fresh, "other")
         fresh.close()
 
@@ -635,7 +636,8 @@ class TestTakingARoot:
             storage = PassedOn(str(tmp_path / f"{is_local}"))
             storage.is_local = is_local
             writer, other = writer_of(storage), writer_of(tmp_path / f"{is_local}")
-            with writer.taking():
+            with writer.taking() as take:
+                take()
                 assert is_empty(writer) is None
                 if is_local:
                     other.hold()
@@ -644,15 +646,16 @@ class TestTakingARoot:
                     with pytest.raises(ckpt.LockedError):
                         other.hold()
             other.hold()  # nobody has held it since
-            with pytest.raises(ckpt.LockedError), writer.taking():
-                pass
+            with pytest.raises(ckpt.LockedError), writer.taking() as take:
+                take()
             other.close()
-            with writer.taking():
+            with writer.taking() as take:
+                take()
                 writer.hold()
             with pytest.raises(ckpt.LockedError):
                 other.hold()
-            with writer.taking():
-                pass
+            with writer.taking() as take:
+                take()
             assert writer.held is not None
             writer.close()
 
@@ -668,7 +671,8 @@ class TestTakingARoot:
         assert [summary.name for summary in writer.lock.committed] == ["a"]
         writer.close()
         assert writer.lock.committed == []
-        with writer.taking():
+        with writer.taking() as take:
+            take()
             writer.lock.note_listing(before)  # as if a load had listed it now
             writer.hold()
             assert writer.lock.committed == []
@@ -682,14 +686,15 @@ class TestElsewhere:
         root = writer_of(tmp_path / "root")
         with caplog.at_level(logging.INFO, "ckpt"):
             made = save(writer := writer_at(str(tmp_path / "out"), root), "out")
-        assert "out is outside" in caplog.text
+            writer_at(str(tmp_path / "epoch_1"), root)
+        assert caplog.text.count(f"{tmp_path} is outside") == 1
         writer.close()
         assert made.run == root.lineage.run
         assert (writer.numbering is root.numbering, writer.lineage is root.lineage) == (True, False)
         again = writer_at(str(tmp_path / "out"), root)
         save(again, "out")
         again.close()
-        assert "a checkpoint of another run, is replaced" not in caplog.text
+        assert ", a checkpoint of another run" not in caplog.text
         other = writer_of(tmp_path / "other")
         fresh = writer_at(str(tmp_path / "out"), other)
         with pytest.raises(ckpt.ConfigError, match="has not resumed from"):
@@ -698,7 +703,7 @@ class TestElsewhere:
         other.lineage.has_resumed = True
         save(resumed := writer_at(str(tmp_path / "out"), other), "out")
         resumed.close()
-        assert "a checkpoint of another run, is replaced" in caplog.text
+        assert ", a checkpoint of another run" in caplog.text
         with pytest.raises(ckpt.ConfigError, match="it is no local folder"):
             writer_at("s3://bucket/out", root)
         root.hosts = Hosts((0, 1), ("x", "y"))
@@ -760,3 +765,29 @@ def test_a_checkpoint_names_the_processor_or_else_the_kind_of_machine(monkeypatc
     assert root_writer.device_name() == "A processor"
     monkeypatch.setattr(root_writer, "_processor", lambda: "")
     assert root_writer.device_name() == platform.machine()
+
+
+@pytest.mark.parametrize(
+    ("held", "files", "present", "refused"),
+    [
+        (None, ["random_states_0.pkl"], [], ""),
+        ({}, ["random_states_0.pkl"], [], "root"),
+        ({"is_empty": True}, ["random_states_0.pkl"], [], ""),
+        ({"committed": ["a"]}, ["random_states_0.pkl"], [], ""),
+        ({}, ["notes.txt"], [], ""),
+        (None, ["x/random_states_0.pkl"], [], ""),
+        (None, ["x/random_states_0.pkl"], ["random_states_0.pkl"], "root/x"),
+        (None, ["x/notes.txt"], ["notes.txt"], ""),
+        ({"is_empty": True}, ["x/random_states_0.pkl"], ["random_states_0.pkl"], "root/x"),
+    ],
+)
+def test_nothing_is_saved_into_what_accelerate_wrote(held: Any, files: Any, present: Any, refused: str) -> None:
+    storage = MemoryStorage(f"foreign-{id(files)}/root")
+    for path in files:
+        storage.write(path, [b"x"])
+    known: Any = None if held is None else SimpleNamespace(**{"is_empty": False, "committed": [], **held})
+    if refused:
+        with pytest.raises(ckpt.ConfigError, match=f"{refused}, "):
+            root_writer.refuse_foreign(storage, "x", known, present)
+    else:
+        root_writer.refuse_foreign(storage, "x", known, present)

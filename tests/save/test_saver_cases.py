@@ -52,7 +52,7 @@ def report(name: str = "a") -> SaveReport:
         name=name, id=name, sequence=1, created=MOMENT, run="run", files=(), metrics={"loss": 1.0},
         progress={"step": 4}, seconds={"blocked": 0.5, "total": 2.0},
     )  # fmt: skip
-    return SaveReport.of(made, "root", 7, None)
+    return SaveReport.of(made, "root", 7, None, (3, 1.5))
 
 
 class TestReports:
@@ -60,6 +60,7 @@ class TestReports:
         found = report()
         assert (found.name, found.url, found.step, found.size, found.linked) == ("a", "root/a", 4, 0, 7)
         assert (found.blocked, found.durable, found.mirrored, found.metrics) == (0.5, 2.0, None, {"loss": 1.0})
+        assert (found.slowest_rank, found.slowest) == (3, 1.5)
 
     def test_all_callbacks_get_all_reports_whatever_one_raises(self, caplog: pytest.LogCaptureFixture) -> None:
         reports, got = SaveReports(), list[tuple[str, bool | None]]()
@@ -80,7 +81,7 @@ class TestReports:
         reports.deliver()
         reports.deliver()
         assert got == [("b", None), ("c", None), ("b", True)]
-        assert caplog.text.count("failed at b: ValueError: no") == 2
+        assert caplog.text.count("failed for b: ValueError: no") == 2
 
     def test_those_that_the_mirror_may_copy_are_remembered_up_to_a_number(self) -> None:
         reports, got = SaveReports(), list[str]()
@@ -384,7 +385,7 @@ class TestRoomOnTheDisk:
         with caplog.at_level(logging.INFO, "ckpt"):
             make_room(writer, "s4", FACTS, 5000)
         assert [summary.name for summary in writer.lock.committed] == ["s3", "s2"]
-        assert "s1 was removed: s4, which is written next, needs the room" in caplog.text
+        assert "s1 to make room for s4" in caplog.text
 
     def test_the_newest_is_no_room_and_nothing_is_removed_where_it_does_not_suffice(
         self, writer: RootWriter, monkeypatch: pytest.MonkeyPatch
@@ -393,7 +394,7 @@ class TestRoomOnTheDisk:
         monkeypatch.setattr(transaction, "filesystem_type", lambda path: "ext4")
         frees = sum(transaction._own_bytes(Path(writer.storage.url, name)) for name in ("s1", "s2"))
         assert frees >= 3 * 8192
-        with pytest.raises(ckpt.FullError, match=r"s4 takes .*, and 1.0 kB are free there, and .* that Keep would"):
+        with pytest.raises(ckpt.FullError, match=r"s4 needs .*, but only 1.0 kB are free there, .* that Keep would"):
             make_room(writer, "s4", FACTS, 1001 + frees)
         assert len(writer.lock.committed) == 3
         make_room(writer, "s4", FACTS, 1000 + frees)
@@ -448,7 +449,7 @@ def test_the_reports_of_ranks_are_joined_and_must_agree() -> None:
 
     stored = merge_reports([[entry("a"), entry("b", linked=True)], [entry("c")], [entry("a")]])
     assert [(each.file.name, each.linked) for each in stored] == [("a", False), ("b", True), ("c", False)]
-    with pytest.raises(ckpt.RanksError, match="differ from the main rank's: a on rank 1; b on rank 2"):
+    with pytest.raises(ckpt.RanksError, match="other files than the main rank: a on rank 1; b on rank 2"):
         merge_reports([[entry("a"), entry("b")], [entry("a", ("y",))], [entry("a", ("z",)), entry("b", ("y",))]])
 
 
@@ -609,9 +610,9 @@ class TestVerdicts:
 
     def test_refusals_list_problems_before_drift(self) -> None:
         refuse_to_mix([], [])
-        with pytest.raises(ckpt.RanksError, match="the ranks disagree, so nothing was saved:\n  p\n  d\n"):
+        with pytest.raises(ckpt.RanksError, match="nothing was saved, because the ranks disagree:\n  p\n  d\n"):
             refuse_to_mix(["p", "p"], ["d"])
-        with pytest.raises(ckpt.RanksError, match="drifted apart, so nothing was saved:\n  d\n"):
+        with pytest.raises(ckpt.RanksError, match="drifted apart:\n  d\n"):
             refuse_to_mix([], ["d"])
 
     def test_outlines_match_where_the_state_is_one_and_every_box_has_one_value(self) -> None:
@@ -666,9 +667,9 @@ class TestAdvice:
         record = FileRecord(name="x", path="x", size=1, blocks=())
         files = CommittedFiles("a", "id", (record,), {"x": FilePlan.of("x", b"1")})
         for repair, level, told in (
-            (Repair(), "WARNING", "a/x was written again, and is intact now"),
-            (Repair("no time", is_unproven=True), "WARNING", "a/x was written again, not yet read back: no time."),
-            (Repair("no room", is_damage=True), "ERROR", "a/x is not repaired: no room."),
+            (Repair(), "WARNING", "a/x again, and it is intact now"),
+            (Repair("no time", is_unproven=True), "WARNING", "a/x again, but has not read it back: no time."),
+            (Repair("no room", is_damage=True), "ERROR", "/a/x: no room."),
         ):
             for is_shared in (False, True):
                 caplog.clear()
@@ -676,7 +677,7 @@ class TestAdvice:
                 shown.end(repair, None)
                 first, second = caplog.records
                 assert (first.levelname, second.levelname) == ("ERROR", level)
-                assert "does not return what was written: bits differ. Found" in first.message
+                assert f"does not return what ckpt wrote to {storage.url}/a: bits differ." in first.message
                 assert told in second.message
                 assert ("Older checkpoints share the file" in second.message) == is_shared
                 if not is_shared:

@@ -289,7 +289,7 @@ class TestTransfers:
             assert torch.equal(image[copy.start : copy.start + len(copy.source)], copy.source)
         assert int((image != 255).sum()) == 45
         found[0].release()
-        with pytest.raises(StateError, match="after its memory had been given back"):
+        with pytest.raises(StateError, match="a snapshot whose memory it has released"):
             list(found[0].flat())
 
     def test_where_the_device_has_no_room_to_order_bytes_the_host_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,5 +366,5 @@ def test_whoever_waits_for_bytes_gets_them_or_the_error() -> None:
     assert done.is_discarded
     late = fetch.Arrival([(0, 4)])
     late.discard()
-    with pytest.raises(StateError, match="given back"):
+    with pytest.raises(StateError, match="whose memory it has released"):
         late.wait()

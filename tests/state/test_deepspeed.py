@@ -106,14 +106,14 @@ def _given_what_cannot_be_kept(rank: int, folder: str) -> None:
     config = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 2}
     accelerator = new_accelerator(0, 1, config)
     _, engine, *others = prepared(accelerator, config)
-    with pytest.raises(ckpt.ConfigError, match=r"model is trained by a DeepSpeed engine.*deepspeed.initialize\(\)"):
+    with pytest.raises(ckpt.ConfigError, match=r"a DeepSpeed engine trains model.*deepspeed.initialize\(\)"):
         ckpt.StateManager(f"{folder}/bare", model=engine.module)
-    with pytest.raises(ckpt.UnsupportedError, match=r"gradients-00000: DeepSpeed keeps gradients to itself"):
+    with pytest.raises(ckpt.UnsupportedError, match=r"gradients-00000: ckpt can't save gradients under DeepSpeed"):
         ckpt.StateManager(f"{folder}/gradients", model=engine, saving=ckpt.SaveOptions(gradients=True)).save_state(
             wait=True
         )
     engine.pipeline_parallelism = engine.has_moe_layers = True  # neither runs on two cores
-    with pytest.raises(ckpt.UnsupportedError, match=r"pipeline parallelism, nor mixtures of experts\. Train without"):
+    with pytest.raises(ckpt.UnsupportedError, match=r"pipeline parallelism or mixtures of experts"):
         ckpt.StateManager(f"{folder}/pipeline", model=engine)
     engine.pipeline_parallelism = engine.has_moe_layers = False
 
@@ -121,7 +121,7 @@ def _given_what_cannot_be_kept(rank: int, folder: str) -> None:
     with ckpt.StateManager(f"{folder}/run", model=engine) as manager:  # an engine alone brings all that it has
         train_on(batch, accelerator, engine, *others)
         manager.save_state("inside-a-window", wait=True)
-        with pytest.raises(ckpt.StateError, match=r"holds gradients of an accumulation window.*Load when"):
+        with pytest.raises(ckpt.StateError, match=r"in the middle of an accumulation window.*Load at"):
             manager.load_state("inside-a-window")
         train_on(batch, accelerator, engine, *others)
         assert "without them" in manager.load_state("inside-a-window").approximated["gradients"]

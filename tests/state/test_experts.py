@@ -138,9 +138,9 @@ def _refuse_to_mark(rank: int) -> None:
     experts = nn.Linear(2, 2)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
     for wrong, said in (
-        ({"mesh": mesh}, "the mesh has 2 dimensions"),
-        ({"mesh": dist.new_group([0])}, "a group of 1 ranks, and there are 2"),
-        ({"dim": 1}, "bias: 1 dimensions, and dim=1"),
+        ({"mesh": mesh}, "one dimension of the mesh, not 2"),
+        ({"mesh": dist.new_group([0])}, "a group of 1 of 2 ranks"),
+        ({"dim": 1}, "bias: it has 1 dimensions, but dim=1"),
         ({"names": ["scale"]}, "scale: there is no such parameter"),
     ):
         if rank == 0:

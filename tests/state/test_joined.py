@@ -111,11 +111,11 @@ def test_parts_whose_names_begin_anew_get_a_prefix(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("objects", "said"),
     [
-        ({"model": lambda: ckpt.Joined([nn.Linear(2, 2), nn.Linear(2, 2)])}, "give each a prefix"),
-        ({"model": lambda: ckpt.Joined([])}, "nothing to join"),
-        ({"model": lambda: ckpt.Joined([3])}, "takes modules, and has int"),
-        ({"optimizer": lambda: ckpt.Joined([nn.Linear(2, 2)])}, "torch optimizers of one class, and has Linear"),
-        ({"dataloader": lambda: ckpt.Joined([[1]])}, "models, optimizers, schedulers and scalers"),
+        ({"model": lambda: ckpt.Joined([nn.Linear(2, 2), nn.Linear(2, 2)])}, "Give each part its prefix"),
+        ({"model": lambda: ckpt.Joined([])}, "got no objects"),
+        ({"model": lambda: ckpt.Joined([3])}, "takes modules, not int"),
+        ({"optimizer": lambda: ckpt.Joined([nn.Linear(2, 2)])}, "torch optimizers of one class, not Linear"),
+        ({"dataloader": lambda: ckpt.Joined([[1]])}, "models, optimizers, schedulers or scalers"),
     ],
 )
 def test_what_cannot_be_joined_is_refused(tmp_path: Path, objects: dict[str, Any], said: str) -> None:

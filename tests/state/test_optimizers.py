@@ -15,9 +15,11 @@ from torch import nn
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
 
 import ckpt
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor
+from ckpt.state.optimizer import _clone
 from tests.helpers.processes import run_ranks
 from tests.helpers.training import exact
 
@@ -316,3 +318,11 @@ class _Averager:
 
     def average_parameters(self, params: Any) -> None:
         self.step += 1
+
+
+def test_state_is_copied_with_every_tensor_in_it() -> None:
+    tensor = torch.ones(2)
+    for value in (tensor, [tensor], (tensor, 3), [1, (tensor, [tensor])]):
+        before, after = tree_leaves(value), tree_leaves(copied := _clone(value))
+        assert exact(copied) == exact(value)
+        assert not {id(leaf) for leaf in before if isinstance(leaf, torch.Tensor)} & set(map(id, after))

@@ -174,17 +174,17 @@ def test_values_are_a_dict_of_plain_ones() -> None:
     assert "a" in values
     assert "z" not in values
     del values["c"]
-    with pytest.raises(KeyError, match=r"'c' is not a value of this run\. There are: 'a', 'b'"):
+    with pytest.raises(KeyError, match=r"this run has no value 'c'\. It has: 'a', 'b'"):
         values["c"]
-    with pytest.raises(KeyError, match="There are: none"):
+    with pytest.raises(KeyError, match="It has: none"):
         PlainValues()["c"]
-    with pytest.raises(ConfigError, match="under names, not under 3"):
+    with pytest.raises(ConfigError, match="must be text, not 3"):
         values[3] = 1  # type: ignore[index]
     saved = values.to_save()
     values["a"].append(5)
     assert saved == {"values": {"a": [1, (2.0, None), {"x": True, 3: "y"}], "b": 4}}
     for unfit in (object(), torch.ones(2), np.ones(1), {1.5: 2}, [{"a": set()}], {None: 1}):
-        with pytest.raises(ConfigError, match="values are numbers, text, None"):
+        with pytest.raises(ConfigError, match="Values can be numbers, text, None"):
             values["d"] = unfit
     nested: Any = 1
     for _ in range(50):
@@ -312,7 +312,7 @@ def test_registered_objects_are_kept_by_what_they_are() -> None:
     assert (part.name, part.for_any_ranks, part.value) == ("own", True, own)
     assert registry.model_part("ema").model is module
     for wrong in ("counter", "z", None):
-        with pytest.raises(ConfigError, match=r"is no model that is managed here\. Models: model, ema"):
+        with pytest.raises(ConfigError, match=r"It has: model, ema"):
             registry.model_part(wrong)  # type: ignore[arg-type]
     registry.register({"best": 2})  # a value may be given again
     assert dict(registry.values) == {"best": 2}
@@ -341,7 +341,7 @@ def test_what_cannot_be_registered_is_named_and_nothing_else_is() -> None:
         with pytest.raises(ConfigError, match=words):
             registry.register(objects, per_rank=per_rank)
     assert sorted(registry.parts) == ["counter", "model"]
-    with pytest.raises(ConfigError, match="takes objects by the names"):
+    with pytest.raises(ConfigError, match="needs a name for each object"):
         registry.register({}, [Counter()])
     with pytest.raises(ConfigError, match="must be True or False"):
         registry.register({}, per_rank=Counter())  # type: ignore[arg-type]
@@ -406,7 +406,7 @@ def test_what_gives_no_batches_is_no_loader() -> None:
             return index
 
     _registry(dataloader={"a": [1], "b": ByIndex()})
-    with pytest.raises(ConfigError, match=r"dataloader.a \(str\), dataloader.b \(int\), dataloader.c \(bytes\) gives"):
+    with pytest.raises(ConfigError, match=r"dataloader.a \(str\), dataloader.b \(int\), dataloader.c \(bytes\)"):
         _registry(dataloader={"a": "text", "b": 3, "c": b"", "d": [1]})
 
 
@@ -428,12 +428,12 @@ def test_what_is_given_without_a_keyword_is_refused() -> None:
     refuse_unnamed(None, [])
     model = _model()
     for root, others, words in ((model, [], "Linear"), ("runs/x", [model], "Linear"), (_sgd(model), [3], "SGD, int")):
-        with pytest.raises(TypeError, match=f"but got {words} too"):
+        with pytest.raises(TypeError, match=f"but you passed {words} too"):
             refuse_unnamed(root, others)
 
 
 def test_an_accelerator_has_all_that_it_prepared() -> None:
     none = dict.fromkeys(("model", "optimizer", "scheduler", "scaler", "dataloader"))
     assert isinstance(find_source(None, **none), GivenObjects)
-    with pytest.raises(ConfigError, match="so model, scaler cannot be given"):
+    with pytest.raises(ConfigError, match="either accelerator= or model, scaler"):
         find_source(SimpleNamespace(), **(none | {"model": _model(), "scaler": Counter()}))

@@ -139,6 +139,22 @@ def test_every_optimizer_comes_back(round_trip: RoundTrip, make: Callable[[Any],
     assert exact(other.state_dict()) == exact(model.state_dict())
 
 
+def test_what_an_optimizer_has_is_read_in_place_and_needs_no_memory_twice(tmp_path: Path) -> None:
+    model = _net()
+    optimizer = torch.optim.Adam(model.parameters())
+    with ckpt.StateManager(tmp_path, model=model, optimizer=optimizer) as manager:
+        model(torch.rand(3, 4)).sum().backward()
+        optimizer.step()
+        manager.save_state("a", wait=True)
+        moments = [entry["exp_avg"] for entry in optimizer.state.values()]
+        saved = [moment.clone() for moment in moments]
+        optimizer.step()
+        manager.load_state("a")
+    for entry, before, value in zip(optimizer.state.values(), moments, saved, strict=True):
+        assert entry["exp_avg"] is before
+        assert torch.equal(before, value)
+
+
 def test_moments_in_float32_of_weights_in_bfloat16_keep_their_digits(round_trip: RoundTrip) -> None:
     model, other = nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4).bfloat16()
     optimizer, resumed = torch.optim.SGD(model.parameters()), torch.optim.SGD(other.parameters())
@@ -505,15 +521,14 @@ def test_an_optimizer_that_does_not_fit_is_refused(
         round_trip({"model": model, "optimizer": optimizer}, {"model": other, "optimizer": change(other)})
 
 
-def test_restored_prints_as_a_short_table(
+def test_a_load_says_one_line_and_restored_prints_as_a_short_table(
     round_trip: RoundTrip, anywhere: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    round_trip({"model": _net()}, {"model": _net()})
+    restored = round_trip({"model": _net()}, {"model": _net()})
     _, resumed, lines = capsys.readouterr().err.partition("resumed")  # the save has said a line too
-    assert resumed + lines == (
-        f"resumed from {anywhere}/step-00000000: step 0, epoch 0, batch 0, 0 samples\n"
-        "  restored      model, rng, progress\n"
-    )
+    where = f"resumed from {anywhere}/step-00000000: step 0, epoch 0, batch 0"
+    assert resumed + lines == f"{where}\n"
+    assert str(restored) == f"{where}\n  restored      model, rng, progress"
 
 
 def test_options_come_from_yaml(root: Place, tmp_path: Path) -> None:

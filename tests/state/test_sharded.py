@@ -113,7 +113,7 @@ def saved(new_root: Callable[[], Place], tmp_path_factory: pytest.TempPathFactor
     return saved
 
 
-@pytest.mark.parametrize("how", cells([*SAVED, "ddp"], often=["fsdp2-tp", "fsdp1-flat", "ddp"]))
+@pytest.mark.parametrize("how", cells([*SAVED, "ddp"], often=["fsdp2-tp"]))
 def test_what_four_ranks_saved_loads_in_every_other_way_on_four(saved: Saved, how: str) -> None:
     saved.load(4, SAVED, how)
 

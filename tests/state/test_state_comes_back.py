@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.load.broadcast import RankReads, _plan
+from ckpt.load.broadcast import RankReads, plan_reads
 from ckpt.state import rng
 from tests.helpers.places import Place
 from tests.helpers.processes import run_ranks, seed_everything
@@ -116,7 +116,7 @@ def test_only_files_of_which_all_ranks_want_the_same_bytes_are_read_together() -
         {"host": "a", "files": {"common": "1", "rows": "another digest"}},
         {"host": "b", "files": {"common": "1"}},
     ]
-    (plan,) = _plan(told)
+    (plan,) = plan_reads(told)
     assert plan["ranks"] == [0, 1]
     assert set(plan["files"]) == {"common"}
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ckpt
 from ckpt.integrations.accelerate import attach
+from ckpt.state import unmanaged
 from tests.helpers.accelerated import new_accelerator
 
 
@@ -31,6 +32,25 @@ def _update(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
+
+
+def test_objects_are_looked_at_a_few_times_and_never_where_an_integration_decides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked: list[str] = []
+    monkeypatch.setattr(unmanaged.UnmanagedWatch, "_check_objects", lambda self: looked.append("objects"))
+    monkeypatch.setattr(unmanaged.UnmanagedWatch, "_check_changed", lambda self: looked.append("changed"))
+    for quiet, steps, times in ((False, 0, 0), (False, 1, 1), (False, 4, 1), (False, 5, 2), (True, 30, 0)):
+        watch = unmanaged.UnmanagedWatch(None, None, None)  # type: ignore[arg-type]
+        watch.quiet = quiet
+        looked.clear()
+        for _ in range(steps):
+            watch.stepped()
+        assert looked == ["objects", "changed"] * times
+        for _ in range(20):
+            watch.saving()
+        assert looked == ["objects", "changed"] * (0 if quiet else 8)
+        watch._hook.remove()
 
 
 class _Trainer:
@@ -80,6 +100,18 @@ class TestNothingIsSaved:
                     _update(model, optimizer)
         assert len(caplog.records) == 2
         assert "save_every=2 counts the calls of manager.step(), and there was none" in caplog.text
+
+    @pytest.mark.parametrize(("saved", "told"), [(False, 1), (True, 0)])
+    def test_many_steps_are_enough_to_say_so_unless_something_was_saved(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, saved: bool, told: int
+    ) -> None:
+        monkeypatch.setattr(unmanaged, "_LONG", 3)
+        with _run(str(tmp_path)) as (manager, model, optimizer):
+            if saved:
+                manager.save_state("a", wait=True)
+            for _ in range(4):
+                _update(model, optimizer)
+            assert len([record for record in caplog.records if record.levelname == "WARNING"]) == told
 
     def test_a_manager_that_is_never_called(self, anywhere: str, caplog: pytest.LogCaptureFixture) -> None:
         with _run(anywhere, save_every=2) as (_, model, optimizer):

@@ -179,7 +179,7 @@ def test_what_a_checkpoint_says_a_tensor_is_made_into_must_be_known(tmp_path: Pa
     from ckpt.formats.native.documents import Decoder
 
     evil = {"$packed": {"kind": "os", "tensors": {}, "context": []}}
-    with pytest.raises(ckpt.DamagedError, match="unknown kind, 'os'"):
+    with pytest.raises(ckpt.DamagedError, match="unknown kind 'os'"):
         Decoder(lambda name: torch.ones(1)).decode(evil)
 
 

@@ -221,7 +221,7 @@ def test_what_ckpt_does_not_keep_of_deepspeed_is_refused_by_name() -> None:
         ({}, ""),
         ({"optimizer": DeepSpeedZeroOptimizer()}, ""),
         ({"optimizer": None}, ""),
-        ({"optimizer": Odd()}, "its Odd"),
+        ({"optimizer": Odd()}, "the optimizer Odd"),
         ({"pipeline_parallelism": True}, "pipeline parallelism"),
         ({"has_moe_layers": True}, "mixtures of experts"),
         ({"mp_world_size": 2}, "tensor parallelism"),
@@ -239,7 +239,9 @@ def test_what_ckpt_does_not_keep_of_deepspeed_is_refused_by_name() -> None:
     for options, words in cases:
         assert list(deepspeed._obstacles(_engine(**options))) == ([words] if words else []), options
     engines = {"model": _engine(pipeline_parallelism=True, has_moe_layers=True)}
-    with pytest.raises(UnsupportedError, match=r"model: .* not keep pipeline parallelism, nor mixtures of experts"):
+    with pytest.raises(
+        UnsupportedError, match=r"model: .* can't save DeepSpeed with pipeline parallelism or mixtures of experts"
+    ):
         deepspeed.with_engines(ManagedObjects(), engines)
 
 
@@ -261,7 +263,7 @@ def test_what_engines_have_of_their_own_is_left_to_their_parts() -> None:
     assert found.optimizers == {"optimizer.c": other, "optimizer.a": whole.optimizer}
     assert found.others == {"scheduler.1": other}
     deepspeed.refuse_some_ranks([], (0, 1))
-    with pytest.raises(UnsupportedError, match=r"a, b: DeepSpeed divides its state .* this manager has 2 of them"):
+    with pytest.raises(UnsupportedError, match=r"a, b: DeepSpeed divides its state .* this manager has only 2 of them"):
         deepspeed.refuse_some_ranks(["b", "a"], (0, 1))
 
 
@@ -288,11 +290,11 @@ def test_a_model_without_the_engine_that_trains_it_is_refused() -> None:
     model = nn.Linear(1, 1)
     deepspeed.refuse_bare("model", model)
     model.bias.get_full_hp_param = 1  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="model is trained by a DeepSpeed engine"):
+    with pytest.raises(ConfigError, match="a DeepSpeed engine trains model"):
         deepspeed.refuse_bare("model", model)
     model = nn.Linear(1, 1)
     model.bias.ds_id = 1  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="model is trained by a DeepSpeed engine"):
+    with pytest.raises(ConfigError, match="a DeepSpeed engine trains model"):
         deepspeed.refuse_bare("model", model)
 
 
@@ -508,17 +510,17 @@ def test_a_lookup_in_the_state_of_all_adds_nothing() -> None:
 def test_what_cannot_be_one_is_refused() -> None:
     linear = nn.Linear(1, 1)
     sgd = torch.optim.SGD(linear.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match="nothing to join"):
+    with pytest.raises(ConfigError, match="got no objects"):
         Joined([])
-    with pytest.raises(ConfigError, match=r"takes torch optimizers of one class, and has Adam, SGD"):
+    with pytest.raises(ConfigError, match=r"takes torch optimizers of one class, not Adam, SGD"):
         JoinedOptimizer([sgd, _adam(1)])
-    with pytest.raises(ConfigError, match="of one class, and has object"):
+    with pytest.raises(ConfigError, match="of one class, not object"):
         JoinedOptimizer([object()])
-    with pytest.raises(ConfigError, match=r"dataloader=ckpt.Joined\(...\): models"):
+    with pytest.raises(ConfigError, match=r"dataloader=ckpt.Joined\(...\): .* takes only models"):
         Joined([1]).as_one("dataloader")
-    with pytest.raises(ConfigError, match="takes modules, and has int"):
+    with pytest.raises(ConfigError, match="takes modules, not int"):
         Joined([linear, 3]).as_one("model")
-    with pytest.raises(ConfigError, match="several parts have the names weight, bias"):
+    with pytest.raises(ConfigError, match="several parts have parameters named weight, bias"):
         Joined([linear, nn.Linear(1, 1)]).as_one("model")
     many = [nn.ParameterDict({f"p{number}": torch.ones(1) for number in range(7)}) for _ in range(2)]
     with pytest.raises(ConfigError, match="p0, p1, p2, p3, p4 and 2 more"):

@@ -16,7 +16,7 @@ from ckpt.state.registry import refuse_devices
 
 def test_a_model_on_an_xla_device_is_refused_with_the_way_out() -> None:
     with pytest.raises(
-        ckpt.UnsupportedError, match=r"model\.b has parameters on an XLA device \(TPU\).*Give the manager"
+        ckpt.UnsupportedError, match=r"model\.b has parameters on an XLA device \(TPU\).*Copy the state"
     ):
         refuse_devices({"model.a": [torch.device("cpu")], "model.b": [torch.device("cpu"), torch.device("xla")]})
 

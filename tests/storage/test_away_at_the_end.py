@@ -10,6 +10,7 @@ from torch import nn
 
 import ckpt
 from ckpt.root import deletion
+from ckpt.save import root_writer
 from ckpt.storage import ObjectStorage, leases, open_storage
 from ckpt.storage.leases import exclusive_path
 from ckpt.util.threads import Worker
@@ -48,9 +49,10 @@ def test_a_lock_that_could_not_be_removed_in_time_is_not_removed_when_another_ru
 def test_a_root_that_is_away_at_the_end_is_waited_for_once(
     proxied: FaultyProxy, s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the save. What follows it (its files, the lock) took as long again, each."""
+    """By the save. What follows it (its files, the history, the lock) took as long again, each."""
     monkeypatch.setattr(deletion, "_TO_CLEAN_UP", 1.0)
     monkeypatch.setattr(leases, "_TO_REMOVE", 1.0)
+    monkeypatch.setattr(root_writer, "_TO_TELL", 1.0)
     options = {"endpoint_url": proxied.url, "deadline": 8.0}
     manager = ckpt.StateManager(s3, model=nn.Linear(2, 2), storage_options=options)
     manager.save_state("first", wait=True)

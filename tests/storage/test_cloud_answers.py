@@ -12,7 +12,7 @@ import pytest
 
 from ckpt.errors import AbsentError, ConfigError, ConflictError, DeniedError, FullError, StorageError, TransientError
 from ckpt.storage import Entry, multipart
-from ckpt.storage.clouds import gcs, objects, s3
+from ckpt.storage.clouds import azure, gcs, objects, s3
 from ckpt.storage.clouds.azure import AzureClient
 from ckpt.storage.clouds.errors import Advice, from_answer
 from ckpt.storage.clouds.gcs import Answer, AnswerError, GcsClient, receive, successful
@@ -59,7 +59,7 @@ class Store:
             raise self.fails.pop(0)
         return self.objects[key][1]
 
-    def read(self, key: str, start: int, stop: int | None, stopped: threading.Event) -> list[bytes]:
+    def read(self, key: str, start: int, stop: int, stopped: threading.Event) -> list[bytes]:
         self.asked.append(("read", key, start, stop))
         self.head(key)
         found = self.objects[key][0][start:stop]
@@ -161,8 +161,10 @@ class TestObjects:
         assert cloud.fill("a", 8, [memoryview(bytearray(5))]) == 3
         store.read = lambda *_: [b"0123", b"4"]  # type: ignore[method-assign]
         assert cloud.get("a", 0, 5) == b"01234"
-        with pytest.raises(StorageError, match="sends more bytes than were asked for"):
+        with pytest.raises(StorageError, match="sent more bytes than ckpt asked for"):
             cloud.get("a", 0, 4)
+        with pytest.raises(StorageError):
+            cloud.get("a", 4, 8)
 
     def test_listings_go_over_all_pages_and_leave_placeholders_out(self, cloud: CloudObjects, store: Store) -> None:
         for key in ("run/a", "run/b/c", "run/b/", "run/d", "run/empty", "running/x"):
@@ -174,7 +176,7 @@ class TestObjects:
         store.page = lambda prefix, marker: ([], f"{marker or ''}x")  # type: ignore[method-assign]
         objects_most, objects._MOST_PAGES = objects._MOST_PAGES, 5
         try:
-            with pytest.raises(StorageError, match="sends an endless list: more than 5 pages"):
+            with pytest.raises(StorageError, match="sent an endless list: more than 5 pages"):
                 list(cloud.entries(""))
         finally:
             objects._MOST_PAGES = objects_most
@@ -228,7 +230,7 @@ class TestS3:
             (ConnectionRefusedError(), UnreachedError, ""),
             (ConnectionResetError(), TransientError, ""),
             (exceptions.ReadTimeoutError(**where), TransientError, ""),
-            (KeyError("ETag"), StorageError, "gives an answer without 'ETag', which S3 does not do"),
+            (KeyError("ETag"), StorageError, "an answer without 'ETag', which S3 never does"),
             (RuntimeError("x"), StorageError, "could not write s3://bucket/key: RuntimeError."),
         ]
         for error, kind, text in cases:
@@ -324,6 +326,20 @@ class TestGcs:
             if kind is StorageError:
                 assert type(found) is StorageError
 
+    def test_no_request_follows_a_redirect_or_reads_a_body_of_any_length(self) -> None:
+        asked: list[tuple[object, ...]] = []
+
+        def request(method: str, address: str, **given: object) -> Any:
+            asked.append((method, given["timeout"], given["allow_redirects"], given["stream"]))
+            raise ConnectionResetError
+
+        made = client(_session=SimpleNamespace(request=request), _timeout=(3, 4), _objects="o", _common={})
+        with pytest.raises(ConnectionResetError):
+            made.send("https://server/session", [memoryview(b"x")], "0-0/1")
+        with pytest.raises(ConnectionResetError):
+            made.read("key", 0, 4, threading.Event())
+        assert asked == [("PUT", (3, 4), False, True), ("GET", (3, 4), False, True)]
+
     def test_a_copy_goes_on_until_it_is_done_and_is_asked_for_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[dict[str, Any]] = []
         answers = [b'{"done": false, "rewriteToken": "t1"}', b'{"rewriteToken": "t2"}', b'{"done": true}']
@@ -345,8 +361,33 @@ class TestGcs:
         assert {call["address"] for call in asked} == {"/path/a/rewriteTo/b/b/o/b%20c"}
         answers[:] = [b'{"rewriteToken": "t"}']
         monkeypatch.setattr(gcs, "_MOST_REWRITES", 3)
-        with pytest.raises(StorageError, match="the server's copy never ends"):
+        with pytest.raises(StorageError, match="the server does not finish copying"):
             made.copy("a", "b", 3, retried)
+
+    def test_a_range_is_asked_for_and_must_be_what_is_sent(self) -> None:
+        asked: list[tuple[Any, ...]] = []
+
+        def request(method: str, address: str, *, headers: dict[str, str], most: int, alt: str) -> Answer:
+            asked.append((method, address, headers.get("Range"), most, alt))
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        made, answer = client(_request=request, _path=lambda key: f"/path/{key}"), Answer(200, {}, b"0123")
+        assert made.read("a", 0, 4, threading.Event()) == [b"0123"]
+        assert asked.pop() == ("GET", "/path/a", "bytes=0-3", 4, "media")
+        answer = Answer(206, {"Content-Range": "bytes 2-5/9"}, b"2345")
+        assert made.read("a", 2, 6, threading.Event()) == [b"2345"]
+        assert asked.pop()[2:4] == ("bytes=2-5", 4)
+        for told in ({"Content-Range": "bytes 0-3/9"}, {}):
+            answer = Answer(206, told, b"0123")
+            with pytest.raises(StorageError, match="the endpoint"):
+                made.read("a", 2, 6, threading.Event())
+        answer = AnswerError(416, "")  # type: ignore[assignment]
+        assert made.read("a", 9, 12, threading.Event()) == []
+        answer = AnswerError(404, "")  # type: ignore[assignment]
+        with pytest.raises(AnswerError):
+            made.read("a", 0, 4, threading.Event())
 
     def test_a_url_names_its_bucket_and_prefix(self, monkeypatch: pytest.MonkeyPatch) -> None:
         made: list[tuple[Any, ...]] = []
@@ -358,6 +399,30 @@ class TestGcs:
         assert found._requests.policy.deadline == 7.0
         with pytest.raises(ConfigError, match="names no bucket: write gs://bucket/folder"):
             gcs.open_gcs("gs", "/prefix", {})
+
+
+@pytest.mark.parametrize(
+    ("host", "given", "taken"),
+    [
+        ("", {}, {}),
+        ("", {"account_name": "x"}, {"account_name": "x"}),
+        ("me.dfs.core.windows.net", {}, {"account_name": "me"}),
+        ("me.blob.core.windows.net", {"account_name": "me"}, {"account_name": "me"}),
+        ("me", {}, {"account_name": "me"}),
+        ("me.dfs.core.usgov.net", {}, {"account_name": "me", "account_host": "me.blob.core.usgov.net"}),
+        ("me.dfs.x", {"account_host": "mine"}, {"account_name": "me", "account_host": "mine"}),
+        ("me.dfs.core.windows.net", {"account_name": "you"}, None),
+    ],
+)
+def test_an_account_that_a_url_names_is_taken_and_must_be_that_of_the_options(
+    host: str, given: dict[str, str], taken: dict[str, str] | None
+) -> None:
+    if taken is None:
+        with pytest.raises(ConfigError, match=r"'me'.*'you'"):
+            azure._take_account("abfs://x", host, given)
+    else:
+        azure._take_account("abfs://x", host, given)
+        assert given == taken
 
 
 def test_a_folder_of_azure_is_not_listed() -> None:

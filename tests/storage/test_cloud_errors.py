@@ -155,23 +155,27 @@ _ONLY_ENVIRONMENT = {
 @pytest.mark.parametrize(
     ("url", "options", "said"),
     [
-        ("az://container/run", {}, r"it needs account_name with account_key.* Given: nothing"),
-        ("az://container/run", {"connection_string": "nonsense"}, r"Given: connection_string"),
+        ("az://container/run", {}, r"account_name with account_key.* You gave: nothing"),
+        ("az://container/run", {"connection_string": "nonsense"}, r"You gave: connection_string"),
         ("az:///run", {"account_name": "a"}, r"az:///run names no container"),
         ("gs:///run", {}, r"gs:///run names no bucket"),
         ("gs://bucket/run", {"token": "/no/such/file.json"}, r"gcsfs finds no credentials .*token"),
-        ("abfss://c@one.dfs.core.windows.net/run", {"account_name": "two"}, r"of the account 'one', but .*'two'"),
+        ("abfss://c@one.dfs.core.windows.net/run", {"account_name": "two"}, r"names the account 'one', but .*'two'"),
         (
             "az://container/run",
             {"acount_name": "x"},
-            r"take the storage_options acount_name\. It takes account_host",
+            r"accept these storage_options: acount_name\. It accepts account_host",
         ),
-        ("az://container/run", {"read_timeout": 3}, r"not take the storage_options read_timeout.*use stall"),
-        ("gs://bucket/run", {"tokn": "x", "token": "anon"}, r"not take the storage_options tokn\. It takes access"),
+        ("az://container/run", {"read_timeout": 3}, r"not accept these storage_options: read_timeout.*use stall"),
+        (
+            "gs://bucket/run",
+            {"tokn": "x", "token": "anon"},
+            r"not accept these storage_options: tokn\. It accepts access",
+        ),
         ("gs://bucket/run", {"session_kwargs": {}}, r"session_kwargs: proxies .* from the environment"),
-        ("hf://me/run", {"tokn": "x", "token": "x"}, r"hf:// does not take the storage_options tokn\."),
-        ("local:///tmp/run", {"mkdir": True}, r"local:// does not take the storage_options mkdir\."),
-        ("s3://bucket/run", {"secrt": "x", "key": "x"}, r"s3:// does not take the storage_options secrt\."),
+        ("hf://me/run", {"tokn": "x", "token": "x"}, r"hf:// does not accept these storage_options: tokn\."),
+        ("local:///tmp/run", {"mkdir": True}, r"local:// does not accept these storage_options: mkdir\."),
+        ("s3://bucket/run", {"secrt": "x", "key": "x"}, r"s3:// does not accept these storage_options: secrt\."),
     ],
 )
 def test_an_option_that_is_wrong_is_named(url: str, options: dict[str, object], said: str) -> None:
@@ -232,7 +236,7 @@ class Response(nullcontext[None]):
 
 def test_an_answer_is_not_read_beyond_what_was_asked_for() -> None:
     raw = Raw(bytes(1000), 10)
-    with pytest.raises(ckpt.StorageError, match="more than the 10 bytes that were asked for"):
+    with pytest.raises(ckpt.StorageError, match="more than the 10 bytes that ckpt asked for"):
         receive(Response(raw), 10)
     assert raw.tell() == 11
     assert receive(Response(Raw(bytes(10), 10)), 10).body == bytes(10)
@@ -298,7 +302,7 @@ def test_a_server_that_has_lost_what_it_had_or_has_what_it_was_not_sent_is_an_er
     with pytest.raises(ConnectionError):
         part()
     server.count = there
-    with pytest.raises(ckpt.StorageError, match="the server has lost a part of an upload"):
+    with pytest.raises(ckpt.StorageError, match="the server lost a part of an upload"):
         part()
 
 
@@ -339,8 +343,8 @@ class Lying:
 @pytest.mark.parametrize(
     ("entries", "following", "said"),
     [
-        ([Entry("other/object", 1)], None, "keys below another prefix than was asked for"),
-        ([Entry("run/object", -1)], None, "objects of less than no bytes"),
+        ([Entry("other/object", 1)], None, "keys below another prefix than ckpt asked for"),
+        ([Entry("run/object", -1)], None, "an object with a negative size"),
         ([Entry("run/object", 1)], "here", "its list continues, but not where"),
     ],
 )
@@ -404,6 +408,6 @@ def test_a_copy_that_azure_gives_up_is_an_error() -> None:
     failed = Reply(202, headers={"x-ms-copy-status": "failed", "x-ms-copy-id": "1"})
     with (
         answering("az://container/run", HEAD=there, PUT=failed) as storage,
-        pytest.raises(ckpt.StorageError, match=r"could not copy \S+/other: the server says that the copy is failed"),
+        pytest.raises(ckpt.StorageError, match=r"could not copy \S+/other: the server reports 'failed' for the copy"),
     ):
         storage.link("object", "other")

@@ -155,7 +155,7 @@ def test_pages_without_an_end_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
         page = next(pages)
         return replace(reply, body=listing({f"run/{page}": 1}, more=f"page-{page}")) if asked.is_list else reply
 
-    refused(HostileBucket(PLAIN, bend), tmp_path, "sends an endless list")
+    refused(HostileBucket(PLAIN, bend), tmp_path, "sent an endless list")
 
 
 def test_a_page_that_leads_to_itself_is_refused(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ class TestHubStorage(StorageContract):
         storage.write("large.bin", [bytes(range(256)) * 100])
         answer = hub.answer
         hub.answer = lambda method, target, body, headers: answer(method, target, body, {})  # type: ignore[method-assign]
-        with pytest.raises(ckpt.StorageError, match="asked for 10 bytes, the Hub sent 25600"):
+        with pytest.raises(ckpt.StorageError, match="asked for 10 bytes, and the Hub sent 25600"):
             storage.read("large.bin", 1000, 1010)
 
     def test_a_listing_has_what_is_committed_while_it_is_made(self, hub: HubServer) -> None:
@@ -135,7 +135,7 @@ def test_options_are_checked_and_a_token_is_one() -> None:
     assert isinstance(storage, HubStorage)
     assert storage.repo.token == "hf_x"
     with pytest.raises(
-        ckpt.ConfigError, match="takes the storage_options deadline, interval, stall, token; not profile"
+        ckpt.ConfigError, match="accepts the storage_options deadline, interval, stall, token, but not profile"
     ):
         open_storage("hub://me/runs", token="hf_x", profile="me")
     with pytest.raises(ckpt.ConfigError, match="interval=-1 must be a number of seconds"):
@@ -288,6 +288,20 @@ class TestCommits:
         assert len(large) == 1
         assert intact(ROOT)
 
+    def test_a_token_that_may_not_make_a_repository_may_write_to_one_that_is_there(self, hub: HubServer) -> None:
+        hub.fail("/api/repos/create", 403, times=99)
+
+        def write() -> None:
+            storage = HubStorage(REPO, interval=0)
+            storage.write("a", [b"a"])
+            storage.settle()
+
+        with pytest.raises(ckpt.DeniedError):
+            write()
+        hub.store.create(REPO, private=True)
+        write()
+        assert hub.files(REPO) == {"a": b"a"}
+
     def test_two_writers_at_once_both_commit_one_on_top_of_the_other(self, hub: HubServer) -> None:
         hub.store.create(REPO, private=True)
         meeting = threading.Barrier(2)
@@ -422,7 +436,7 @@ def test_a_sharded_checkpoint_is_one_commit_and_comes_back_in_every_way(
     assert "step-00000007" in listed.output
     missing = CliRunner().invoke(main, ["pull", REPO, str(tmp_path / "back"), "--step", "8"])
     assert missing.exit_code == 1
-    assert "has no checkpoint of step 8. There are: mrpc/step-00000007" in missing.output
+    assert "has no checkpoint of step 8. It has: mrpc/step-00000007" in missing.output
     sharded.close()
     _without_network(tmp_path, capfd)
 
@@ -432,12 +446,12 @@ def _without_network(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = plain(5)
     ckpt.load_model("hub://me/published", model)
     _compare(model.state_dict(), plain(4).state_dict())
-    assert "the Hub cannot be reached: hub://me/published comes from the cache" in capfd.readouterr().err
+    assert "of hub://me/published from the cache" in capfd.readouterr().err
     ckpt.load_model(f"{ROOT}/step-00000007", again := plain(5))
     _compare(again.state_dict(), plain(4).state_dict())
-    assert "comes from the cache" in capfd.readouterr().err
+    assert "from the cache" in capfd.readouterr().err
     assert ckpt.pull(REPO, tmp_path / "offline", step=7) == str(tmp_path / "offline" / "step-00000007")
-    assert "comes from the cache" in capfd.readouterr().err
+    assert "from the cache" in capfd.readouterr().err
     assert intact(tmp_path / "offline")
     with pytest.raises(ckpt.TransientError, match="The cache has no complete copy of hub://me/other either"):
         ckpt.pull("me/other", tmp_path / "other")
@@ -467,7 +481,7 @@ def test_a_whole_repository_is_pulled_and_what_was_altered_in_the_cache_is_named
     )
     blob = next(path for path in (tmp_path / "hf-cache").rglob("blobs/*") if len(path.name) == 64)
     damage(blob)
-    with pytest.raises(ckpt.DamagedError, match=f"{blob.name}.* Remove them, and ckpt fetches them again"):
+    with pytest.raises(ckpt.DamagedError, match=f"{blob.name}.* Remove the files, so that ckpt fetches them again"):
         ckpt.pull("me/published", tmp_path / "more")
     assert not (tmp_path / "more").exists()
 
@@ -535,7 +549,7 @@ def test_what_is_signed_is_pulled_and_loaded_and_nothing_else_where_that_is_requ
     ckpt.load_model(ROOT, model, **required)
     assert torch.equal(model.weight, model_of(2.0).weight)
     assert ckpt.pull(ROOT, tmp_path / "step", step=2, **required) == str(tmp_path / "step" / "signed")
-    with pytest.raises(ckpt.DamagedError, match="unsigned is refused: it is not signed"):
+    with pytest.raises(ckpt.DamagedError, match="refuses unsigned: it is not signed"):
         ckpt.pull(ROOT, tmp_path / "all", **required)
     for folder in ("step", "all"):
         assert ckpt.verify(tmp_path / folder, verify_key=required["verify_key"]) == {"signed": []}
@@ -554,7 +568,7 @@ def test_pull_of_a_step_goes_by_the_manifest_on_the_hub_as_elsewhere(hub: HubSer
             target = tmp_path / f"pulled-{step}-{number}"
             assert ckpt.pull(source, target, step=step) == str(target / name)
             assert ckpt.verify(target) == {name: []}
-    with pytest.raises(ckpt.MissingError, match=r"has no checkpoint of step 8\. There are: .*best"):
+    with pytest.raises(ckpt.MissingError, match=r"has no checkpoint of step 8\. It has: .*best"):
         ckpt.pull(ROOT, tmp_path / "none", step=8)
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import fsspec
 import pytest
@@ -175,9 +175,27 @@ def test_a_reader_whose_answer_was_lost_is_in_nobodys_way(tmp_path: Path) -> Non
     Unreliable.lose = once(ConnectionError("reset"))
     with pytest.raises(ckpt.TransientError), first.lock("step", shared=True):
         pass
-    wait_until(lambda: not list((tmp_path / ".locks" / "shared").rglob("*/*")))
-    with storage(tmp_path).lock("step"):
+    with storage(tmp_path).lock("step"):  # at once: what the lost write has left says nothing about this process
         pass
+    wait_until(lambda: not list((tmp_path / ".locks" / "shared").rglob("*/*")))
+
+
+def test_what_a_dead_process_of_this_machine_held_is_free_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with storage(tmp_path).lock("step"):
+        left = sign(tmp_path)
+    (tmp_path / ".locks" / "alone" / "step").write_bytes(left)
+    with storage(tmp_path).lock("step"):
+        assert not caplog.records  # nor is it said that anybody is waited for
+
+
+def test_nobody_gives_signs_of_life_of_what_is_let_go(tmp_path: Path) -> None:
+    first = storage(tmp_path)
+    for _ in range(2):
+        with first.lock("step"):
+            assert any(thread.name == "ckpt-lease" for thread in threading.enumerate())
+        wait_until(lambda: not any(thread.name == "ckpt-lease" for thread in threading.enumerate()))
 
 
 def test_a_removal_whose_answer_was_lost_leaves_the_lock_of_the_next_holder(tmp_path: Path) -> None:
@@ -201,9 +219,27 @@ def test_who_was_frozen_asks_whether_the_lock_is_still_its_own_before_it_writes(
             json.dumps({**held.new_record(), "holder": "another", "note": "mine."}).encode()
         )
         held.renewed -= leases.EXPIRY
-        with pytest.raises(ckpt.LockedError, match=r"was taken over by another run.*mine\."):
+        with pytest.raises(ckpt.LockedError, match=r"another run took over .*mine\."):
             first.write("object", [b"late"])
     assert b"another" in sign(tmp_path)
+
+
+def test_who_has_lost_the_lock_says_so_though_the_holder_cannot_be_read(tmp_path: Path) -> None:
+    first = storage(tmp_path)
+    with first.lock(".lock"):
+        (held,) = first._leases._held
+        held.lost = True
+
+        def away(path: str) -> NoReturn:
+            raise ckpt.TransientError("no answer.")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(first._leases, "_read", away)
+            with pytest.raises(ckpt.LockedError, match="writes nothing more"):
+                first.write("object", [b"late"])
+        (tmp_path / held.path).unlink()
+        with pytest.raises(ckpt.LockedError, match="writes nothing more"):
+            first.write("object", [b"late"])
 
 
 def test_a_sign_of_life_of_which_nothing_was_heard_is_not_taken_for_another_run(tmp_path: Path) -> None:

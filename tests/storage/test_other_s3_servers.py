@@ -92,6 +92,7 @@ def test_what_is_written_is_encrypted_with_the_key_that_was_asked_for(root: str,
     assert ckpt.verify(root) == {"first": []}
 
 
+@pytest.mark.long  # as on SeaweedFS: what moto does otherwise is in the test above
 def test_on_moto_killed_and_resumed_equals_uninterrupted(root: str, tmp_path: Path) -> None:
     compare(root, tmp_path, 2, "distributed", "fp32")
 

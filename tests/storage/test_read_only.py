@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import io
 import re
 import threading
 import zipfile
@@ -20,6 +21,7 @@ from torch import nn
 import ckpt
 from ckpt.cli.main import main
 from ckpt.storage import open_storage, retry
+from ckpt.storage.fsspec_stores import ReadOnlyStorage
 
 NAME = "step-00000002"
 
@@ -153,7 +155,7 @@ def test_a_checkpoint_on_a_server_without_an_index_is_found_by_its_manifest(run:
         ckpt.load_model(f"{url}/run/{NAME}", loaded := model(1))
         assert torch.equal(loaded.weight, model().weight)
         ckpt.pull(f"{url}/run/{NAME}", tmp_path / "back")
-        with pytest.raises(ckpt.MissingError, match="shows no list of its files"):
+        with pytest.raises(ckpt.MissingError, match="shows neither a list of its files"):
             ckpt.verify(f"{url}/run")
         (run / NAME / "model.safetensors").unlink()
         assert ckpt.verify(f"{url}/run/{NAME}") == {NAME: ["model.safetensors is missing"]}
@@ -185,7 +187,7 @@ def test_an_archive_with_the_files_of_a_checkpoint_but_not_its_folder_is_refused
     with zipfile.ZipFile(tmp_path / "files.zip", "w") as archive:
         for path in (run / NAME).iterdir():
             archive.write(path, path.name)
-    with pytest.raises(ckpt.StorageError, match="at its top, and not its folder"):
+    with pytest.raises(ckpt.StorageError, match=r"at its top level, .*\. Put the checkpoint's folder"):
         ckpt.verify(f"zip::{tmp_path / 'files.zip'}")
 
 
@@ -206,4 +208,19 @@ def test_a_bit_that_flipped_in_an_archive_is_damage_of_the_one_checkpoint(
     with pytest.raises(ckpt.DamagedError, match="cannot be unpacked"):
         ckpt.load_model(f"zip://run/{NAME}::{where}", model())
     ckpt.load_model(f"zip://run::{where}", model())  # an older one, which is said
-    assert f"{NAME} is passed over: " in caplog.text
+    assert f"ckpt skips the newer {NAME}: " in caplog.text
+
+
+def test_a_range_of_a_copy_is_read_by_one_thread_at_a_time(tmp_path: Path) -> None:
+    storage: Any = ReadOnlyStorage(f"file://{tmp_path}", {})
+    seen: list[bool] = []
+
+    class File(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            seen.append(storage._guard.locked())
+            return super().read(size)
+
+    storage._whole["a"] = File(b"0123456789")
+    assert storage._range("a", 2, 5) == b"234"
+    assert seen == [True]
+    assert not storage._guard.locked()

@@ -27,11 +27,11 @@ NOBODY = 65534
 TRIES = 200
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")]
 
-# exchanges a folder of its own and a link that leads out, atomically, as fast as it can
+# exchanges a folder of its own and a link that leads out, atomically, as fast as it can; prints whether it can
 EXCHANGE = """
 libc = ctypes.CDLL(None)
 theirs, link = os.fsencode(sys.argv[1]), os.fsencode(sys.argv[2])
-print(flush=True)
+print(sum(libc.renameat2(-100, theirs, -100, link, 2) == 0 for _ in range(2)), flush=True)
 while os.getppid() == parent:
     libc.renameat2(-100, theirs, -100, link, 2)
 """
@@ -85,13 +85,20 @@ def nobody(code: str, *arguments: object, first: str = "") -> Iterator[int]:
             process.kill()
 
 
+@contextmanager
+def exchanged(theirs: Path, link: Path) -> Iterator[None]:
+    """While another user exchanges them. That he can is asked for: who cannot enter the folder races against nobody."""
+    with nobody(EXCHANGE, theirs, link) as could:
+        assert could == 2
+        yield
+
+
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder that everybody may reach."""
-    for folder in (tmp_path, *tmp_path.parents):
-        with suppress(PermissionError):
-            folder.chmod(stat.S_IMODE(folder.stat().st_mode) | 0o055)
-    return tmp_path
+def place() -> Iterator[Path]:
+    """A folder that everybody may enter: pytest's own are closed to others, by any pytest of this machine."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
 
 
 @pytest.fixture
@@ -121,7 +128,7 @@ class TestAFolderThatIsExchangedForALink:
         """What becomes of each try: done, or the kind of its error."""
         outside, became = root.parent / "outside", set()
         before, storage = seen(outside), LocalStorage(root)
-        with nobody(EXCHANGE, root / "theirs", root / "link"):
+        with exchanged(root / "theirs", root / "link"):
             for _ in range(TRIES):
                 try:
                     action(storage)
@@ -216,11 +223,11 @@ class TestWhoMayOnlyRead:
         with nobody(code, root, first="from ckpt.storage import LocalStorage") as read:
             assert read == 1
 
-    def test_whoever_may_write_there_too_may_lock(self, tmp_path: Path) -> None:
+    def test_whoever_may_write_there_too_may_lock(self, place: Path) -> None:
         for mode, expected in ((0o755, 0o600), (0o775, 0o660), (0o777, 0o666), (0o1777, 0o600)):
-            tmp_path.chmod(mode)
-            with LocalStorage(tmp_path).lock(".lock"):
-                assert stat.S_IMODE((tmp_path / ".lock").stat().st_mode) == expected
+            place.chmod(mode)
+            with LocalStorage(place).lock(".lock"):
+                assert stat.S_IMODE((place / ".lock").stat().st_mode) == expected
 
     def test_a_lock_that_somebody_keeps_is_waited_for_and_its_holder_named(
         self, place: Path, monkeypatch: pytest.MonkeyPatch
@@ -242,20 +249,15 @@ class TestWhoMayOnlyRead:
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Shared memory as systems have it: everybody may add to it, and remove what is his own.
-
-    Not below pytest's folders, which another pytest on this machine closes to everybody else.
-    """
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as above:
-        folder = Path(above, "memory")
-        folder.mkdir()
-        folder.chmod(0o1777)
-        Path(above).chmod(0o755)
-        monkeypatch.setenv("CKPT_MEMORY_DIR", str(folder))
-        monkeypatch.setenv("CKPT_MEMORY_KEEPER", "on")
-        with no_keeper_left(folder):
-            yield folder
+def memory(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Shared memory as systems have it: everybody may add to it, and remove what is his own."""
+    folder = place / "memory"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    monkeypatch.setenv("CKPT_MEMORY_DIR", str(folder))
+    monkeypatch.setenv("CKPT_MEMORY_KEEPER", "on")
+    with no_keeper_left(folder):
+        yield folder
 
 
 class TestSharedMemory:
@@ -293,7 +295,7 @@ class TestSharedMemory:
         link.symlink_to(elsewhere)
         for path in (theirs, link):
             os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
-        with nobody(EXCHANGE, theirs, link):
+        with exchanged(theirs, link):
             for _ in range(TRIES):
                 assert MemoryPlace.find("/run") is None
                 assert remove_expired() == []

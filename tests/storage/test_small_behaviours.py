@@ -475,7 +475,7 @@ class TestLocks:
         with storage._locks.renaming():
             began = time.monotonic()
             with pytest.raises(
-                StorageError, match=r"waited for 0 s\. End that process\. Nothing was changed"
+                StorageError, match=r"waited 0 s for it\. Nothing was changed\. End that process"
             ) as caught:
                 storage.write("object", [b"new"], over=storage.version("object"))
             assert time.monotonic() - began >= 0.05
@@ -804,13 +804,13 @@ class TestGroupsOfFiles:
             real(descriptor)
 
         monkeypatch.setattr(os, "fsync", failing)
-        with pytest.raises(NotDurableError, match=r"/a/x was written, but its folder could not be synced: broken\."):
+        with pytest.raises(NotDurableError, match=r"wrote \S*/a/x, but could not sync the folder: broken\."):
             storage.write("a/x", [b"2"])
         group = storage.grouped()
         group.__enter__()
         for key in ("a/x", "a/y"):
             storage.write(key, [b"3"])
-        with pytest.raises(NotDurableError, match=r"/a/x, .*/a/y were written, but their folder could not be synced"):
+        with pytest.raises(NotDurableError, match=r"/a/x, .*/a/y, but could not sync the folder"):
             group.__exit__(None, None, None)
         assert sizes(storage) == {"a/x": 1, "a/y": 1}
 
@@ -892,7 +892,7 @@ class TestFolders:
         with storage.lock("wanted"):
             assert (tmp_path / ".wanted.ckpt-lock").exists()
 
-    def test_a_sweep_takes_what_is_old_enough(self, tmp_path: Path) -> None:
+    def test_a_sweep_takes_what_is_old_enough(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         storage = LocalStorage(tmp_path)
         for name, age in (("young", 50), ("old", 150)):
             (tmp_path / name).mkdir()
@@ -905,6 +905,14 @@ class TestFolders:
         assert os.listdir(tmp_path) == ["young"]
         storage.sweep("elsewhere")
         assert os.listdir(tmp_path) == ["young"]
+        with monkeypatch.context() as patch:
+
+            def refuse(path: str, **_: object) -> None:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+            patch.setattr(os, "unlink", refuse)
+            with pytest.raises(StorageError, match="weep"):
+                storage.sweep()
         storage.sweep()
         assert os.listdir(tmp_path) == []
 
@@ -972,7 +980,7 @@ class TestDocuments:
             read_document(storage, "document", 4)
         with open(tmp_path / "holes", "wb") as file:
             file.truncate(1 << 40)
-        with pytest.raises(DamagedError, match=r"holes is damaged: .* almost none"):
+        with pytest.raises(DamagedError, match=r"holes is damaged: .* almost all"):
             read_document(LocalStorage(tmp_path), "holes", 1 << 40)
 
     def test_keys_lie_below_their_folders(self) -> None:
@@ -998,6 +1006,7 @@ class TestOverlays:
         assert storage.url == "memory://tiers-1"
         assert storage.read("both") == b"first"
         assert storage.read("only", 2, 5) == b"234"
+        assert storage.read("only") == b"0123456789"
         assert storage.read("both", 1, 3) == b"ir"
         for key, expected in (("both", b"rs"), ("only", b"23")):
             buffer = bytearray(2)
@@ -1018,9 +1027,11 @@ class TestOverlays:
         storage.read_into("here", 1, memoryview(buffer))
         assert buffer == b"12"
         assert storage.read("here", 1, 3) == b"12"
+        assert storage.read("here") == b"0123"
         far = MemoryStorage("patched-3")
         far.is_local = False
         assert not Patched(first, {"here": Place(far, "elsewhere", 4)}).is_local
+        assert not Patched(first, {"here": Place(other, "elsewhere", 4), "there": Place(far, "x", 4)}).is_local
         assert not Patched(far, {}).is_local
         assert not Patched(far, {"here": Place(other, "elsewhere", 4)}).is_local
 

@@ -50,7 +50,7 @@ def test_a_file_url_is_percent_decoded_once(tmp_path: Path, written: str, name: 
 
 @pytest.mark.parametrize("url", ["file://runs", "file://host/runs", "file://", "file://./runs"])
 def test_a_file_url_without_an_absolute_path_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"write file:///absolute/path, or a plain path"):
+    with pytest.raises(ConfigError, match=r"Write file:///absolute/path, or a plain path"):
         open_storage(url)
 
 
@@ -72,7 +72,7 @@ def test_an_unknown_scheme_is_refused_with_the_known_ones_and_the_way_to_add_one
     with pytest.raises(SchemeError) as raised:
         open_storage("gopher://host/runs")
     message = str(raised.value)
-    assert "no storage serves gopher:// (in 'gopher://host/runs')" in message
+    assert "ckpt has no storage for gopher:// (in 'gopher://host/runs')" in message
     assert all(known in message for known in ("a plain path", "file://", "memory://"))
     assert "entry point group 'ckpt.storage'" in message
 
@@ -109,7 +109,9 @@ def test_a_url_without_its_slashes_is_refused_with_the_line_to_write(written: st
 
 @pytest.mark.parametrize("url", ["s3://bucket/a/../run", "gs://bucket/./run", "az://container/a/..", "s3://bucket/."])
 def test_dots_in_the_url_of_an_object_store_are_refused_with_what_they_may_mean(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"has '\.' or '\.\.' in it.*: write '\w+://(bucket|container)(/run)?'"):
+    with pytest.raises(
+        ConfigError, match=r"contains '\.' or '\.\.'.* Did you mean '\w+://(bucket|container)(/run)?'\?"
+    ):
         open_storage(url)
 
 
@@ -121,7 +123,7 @@ def test_what_is_written_to_a_disk_alone_takes_a_path_or_a_file_url(tmp_path: Pa
 
 @pytest.mark.parametrize("url", ["s3://bucket/run", "memory://run", "zip::run.zip", "https://host/run"])
 def test_what_is_written_to_a_disk_alone_takes_no_other_url(url: str) -> None:
-    with pytest.raises(ConfigError, match=f"{url} is no path: a model is written to a disk. Copy it from there."):
+    with pytest.raises(ConfigError, match=f"{url} is a URL, but ckpt writes a model only to a disk"):
         disk_path(url, "a model")
-    with pytest.raises(ConfigError, match=r"lost a slash|is no URL|is no path"):
+    with pytest.raises(ConfigError, match=r"lost a slash|is no URL|is a URL"):
         disk_path(Path(url), "a model")

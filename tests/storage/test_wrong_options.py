@@ -23,10 +23,14 @@ from ckpt.storage import open_storage
         ("gs://bucket/run", {"deadline": "5min"}, "deadline='5min' must be a number of seconds"),
         ("hub://me/run", {"deadline": None}, "deadline=None must be a number of seconds"),
         ("hub://me/run", {"interval": "1h"}, "interval='1h' must be a number of seconds"),
-        ("s3://bucket/run", {"config_kwargs": 3}, r"s3fs does not take these storage_options.*: config_kwargs"),
-        ("s3://bucket/run", {"max_concurrency": "many"}, r"s3fs does not take these storage_options.*max_concurrency"),
+        ("s3://bucket/run", {"config_kwargs": 3}, r"s3fs does not accept these storage_options.*: config_kwargs"),
+        (
+            "s3://bucket/run",
+            {"max_concurrency": "many"},
+            r"s3fs does not accept these storage_options.*max_concurrency",
+        ),
         ("s3://bucket/run", {"s3_additional_kwargs": 3}, "s3_additional_kwargs must be a dict"),
-        ("http://127.0.0.1:9/run", {"endpoint": "x"}, "http:// does not take the storage_options endpoint"),
+        ("http://127.0.0.1:9/run", {"endpoint": "x"}, "http:// does not accept these storage_options: endpoint"),
     ],
 )
 def test_a_value_that_is_none_is_named(url: str, options: dict[str, Any], said: str) -> None:
@@ -37,7 +41,9 @@ def test_a_value_that_is_none_is_named(url: str, options: dict[str, Any], said: 
 def test_a_misspelt_field_of_every_write_is_not_left_out() -> None:
     """s3fs would, and nothing would be encrypted."""
     given = {"ServerSideEncyption": "aws:kms", "StorageClass": "STANDARD_IA"}
-    with pytest.raises(ckpt.ConfigError, match="no write of S3 takes the s3_additional_kwargs ServerSideEncyption"):
+    with pytest.raises(
+        ckpt.ConfigError, match="S3 writes don't accept these s3_additional_kwargs: ServerSideEncyption"
+    ):
         open_storage("s3://bucket/run", s3_additional_kwargs=given)
 
 

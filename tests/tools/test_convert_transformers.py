@@ -67,7 +67,7 @@ def test_without_a_configuration_it_is_said_that_from_pretrained_needs_one(tmp_p
 def test_a_configuration_that_cannot_be_kept_is_named_and_nothing_is_written(tmp_path: Path, config: str) -> None:
     gpt().save_pretrained(tmp_path / "source")
     (tmp_path / "source/config.json").write_text(config)
-    with pytest.raises(ckpt.ConfigError, match=r"config\.json (is not JSON|holds a list)"):
+    with pytest.raises(ckpt.ConfigError, match=r"config\.json is not (JSON|a configuration: it has a list)"):
         ckpt.convert(tmp_path / "source", tmp_path / "root")
     assert not (tmp_path / "root").exists()
 
@@ -109,5 +109,5 @@ def test_a_trainer_that_has_done_nothing_yet_has_done_no_step(tmp_path: Path, ep
 
 @pytest.mark.parametrize(("step", "epoch"), [(-1, 1.0), (5, -0.5), (5, float("inf"))])
 def test_steps_and_epochs_that_no_trainer_can_have_done_are_damage(tmp_path: Path, step: int, epoch: float) -> None:
-    with pytest.raises(ckpt.DamagedError, match="cannot have been done"):
+    with pytest.raises(ckpt.DamagedError, match="no training has"):
         ckpt.convert(trainer_folder(tmp_path / "checkpoint-5", step, epoch), tmp_path / "root")

@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import math
 import re
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner, Result
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ckpt
 from ckpt.cli.main import main
+from ckpt.formats.layout import Box
 from ckpt.storage import LocalStorage
+from ckpt.tools import diff as comparing
 from tests.cli.test_main import flip_a_bit
 from tests.helpers.processes import run_ranks
 
@@ -175,7 +180,7 @@ class Deep(nn.Module):
 
 
 @torch.no_grad()
-def test_modules_that_differ_alike_are_one_line_of_a_table(tmp_path: Path) -> None:
+def test_tensors_of_numbered_modules_are_one_line_of_a_table(tmp_path: Path) -> None:
     model = Deep()
     first = save(tmp_path / "first", "a", model)
     for parameter in model.parameters():
@@ -183,16 +188,14 @@ def test_modules_that_differ_alike_are_one_line_of_a_table(tmp_path: Path) -> No
     model.get_parameter("blocks.3.0.weight")[0, 0] = math.nan
     model.extra = nn.Linear(2, 2)
     second = other(tmp_path, model)
-    for options in (["--depth", "0"], [], ["--depth", "9"], ["--tensors"]):
-        assert diff(first, second, *options).exit_code == 1
-    assert re.search(r"(?m)^  blocks .*\n    0-2", diff(first, second, "--depth", "2").output)
-    assert "0-2" not in diff(first, second, "--depth", "1").output
-    lines = [line.split() for line in diff(first, second, "--depth", "4").output.splitlines()]
-    assert ["0-2", "(3", "alike)", "9", "72", "0.5", "50", "%"] in lines  # the bias of a LayerNorm is 0
-    assert ["4-11", "(8", "alike)", "24", "192", "0.5", "50", "%"] in lines
-    assert ["3", "3", "24", "nan", "nan"] in lines
+    found = diff(first, second)
+    assert found.exit_code == 1
+    lines = [line.split() for line in found.output.splitlines()]
+    assert ["model.blocks.*.*.weight", "12", "48", "0.5", "50", "%"] in lines
+    assert any(line[:2] == ["model.blocks.*.*.weight", "11"] and line[-2:] == ["50", "%"] for line in lines)
+    assert ["model.blocks.3.0.weight", "1", "16", "nan", "nan"] in lines
     assert ["only", "in", "the", "second", "tensors", "dtype", "and", "shape"] in lines
-    assert ["weight", "1", "float32", "[2,", "2]"] in lines
+    assert ["model.extra.weight", "1", "float32", "[2,", "2]"] in lines
     listed = diff(first, second, "--tensors").output
     assert re.search(r"(?m)^model\.blocks\.7\.0\.weight +1 +16 +\S+ +50 %$", listed)
 
@@ -200,7 +203,7 @@ def test_modules_that_differ_alike_are_one_line_of_a_table(tmp_path: Path) -> No
 def test_what_cannot_be_compared_ends_with_2(first: str, tmp_path: Path) -> None:
     other(tmp_path, Net())
     assert diff(first, tmp_path / "nothing").exit_code == 2
-    assert "holds 1 checkpoints. Name one of them" in diff(first, tmp_path / "other").output
+    assert ckpt.diff(first, tmp_path / "other").second == f"{tmp_path}/other/b"  # a root stands for its newest
     with torch.no_grad():
         model = Net()
         model.first.weight += 1
@@ -209,3 +212,59 @@ def test_what_cannot_be_compared_ends_with_2(first: str, tmp_path: Path) -> None
     result = diff(first, again)
     assert result.exit_code == 2
     assert "model.safetensors was altered" in result.output
+
+
+def test_large_tensors_are_compared_a_slab_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparing, "SLAB", 100)
+    read = []
+
+    class Noted(comparing._LiveTensor):
+        def read(self, box: Box) -> torch.Tensor:
+            read.append(super().read(box))
+            return read[-1]
+
+    one, other = torch.arange(300.0).view(30, 10), torch.arange(300.0).view(30, 10).double()
+    other[7, 3] += 2
+    found = comparing.compare_tensors(*(Noted(value.dtype, value.shape, (), value) for value in (one, other)))
+    assert (found.elements, found.most) == (1, 2.0)
+    assert max(slab.nbytes for slab in read) <= 100
+
+
+class TestAModelInThisProcess:
+    def test_has_no_difference_to_its_own_checkpoint(self, first: str) -> None:
+        found = ckpt.diff(Net(), first)
+        assert not found
+        assert (found.first, found.second) == ("Net", first)
+        assert not ckpt.diff(first, nn.DataParallel(Net()))
+
+    def test_differs_where_it_was_changed(self, first: str) -> None:
+        model = Net()
+        with torch.no_grad():
+            model.first.weight[3, 5] += 1
+        (change,) = ckpt.diff(first, model).differences
+        assert (change.name, change.elements) == ("model.first.weight", 1)
+        assert change.most == pytest.approx(1.0)
+
+    def test_with_tied_weights_is_the_same_under_every_name(self, tmp_path: Path) -> None:
+        model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
+        model[1].weight = model[0].weight
+        assert not ckpt.diff(model, save(tmp_path / "tied", "a", model))
+
+    def test_that_is_sharded_is_refused_though_not_all_of_it_is(self) -> None:
+        model = Net()
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+        try:
+            fully_shard(model.second)
+            with pytest.raises(ckpt.UnsupportedError), ExitStack() as held:
+                comparing._LiveSide(model).tensors("model", held)
+        finally:
+            dist.destroy_process_group()
+
+    def test_is_compared_with_the_part_that_is_asked_for(self, tmp_path: Path) -> None:
+        teacher, student = Net(), nn.Linear(2, 2)
+        with ckpt.StateManager(tmp_path / "two", model={"teacher": teacher, "student": student}) as manager:
+            manager.save_state("a", wait=True)
+        assert not ckpt.diff(teacher, tmp_path / "two" / "a", part="model.teacher")
+        assert ckpt.diff(teacher, tmp_path / "two" / "a", part="model.student")
+        with pytest.raises(ckpt.MissingError, match=r"has no part 'model'. It has: model.student, model.teacher"):
+            ckpt.diff(teacher, tmp_path / "two" / "a")

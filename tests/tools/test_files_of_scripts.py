@@ -154,7 +154,7 @@ def test_dcp_gets_the_tensors_of_a_tuple_and_what_it_cannot_keep_is_named(tmp_pa
 
 def test_names_that_dcp_would_mix_up_are_one_clear_error(tmp_path: Path) -> None:
     source = save_with(tmp_path / "root", {"a.b": 1, "a": {"b": 2}})
-    with pytest.raises(ckpt.ConfigError, match=r"cannot hold this state.*kept\.a\.b"):
+    with pytest.raises(ckpt.ConfigError, match=r"can't hold this state.*kept\.a\.b"):
         ckpt.convert(source, tmp_path / "dcp", to="dcp")
     assert not (tmp_path / "dcp").exists()
 
@@ -194,7 +194,7 @@ def test_nothing_is_converted_into_a_checkpoint_which_would_be_removed_with_it(t
     torch.save({"model": FIRST}, tmp_path / "saved.pt")
     ckpt.convert(tmp_path / "saved.pt", tmp_path / "root")
     inside = tmp_path / "root/saved" if to == "ckpt" else tmp_path / "root/saved/out"
-    with pytest.raises(ckpt.ConfigError, match="would lie in the checkpoint"):
+    with pytest.raises(ckpt.ConfigError, match="is inside the checkpoint"):
         ckpt.convert(tmp_path / "saved.pt", inside, to=to)
 
 
@@ -226,7 +226,7 @@ def test_the_error_says_what_is_wrong_with_a_file(tmp_path: Path) -> None:
     for name, said in {
         "legacy": "before PyTorch 1.6",
         "cut off": "was cut off",
-        "empty": "it has 0 bytes",
+        "empty": "is empty",
         "tensor": "holds a tensor",
     }.items():
         with pytest.raises(ckpt.CkptError, match=said):

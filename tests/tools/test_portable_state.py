@@ -17,6 +17,8 @@ import ckpt
 from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError
 from ckpt.formats.native.tensor_file import dtype_name
+from ckpt.root.folder import ROOT_ITSELF, Folder
+from ckpt.storage import open_storage
 from ckpt.tools import convert as converting
 from ckpt.tools import portable_state
 from ckpt.tools.convert import (
@@ -119,21 +121,18 @@ def test_a_rank_that_kept_nothing_has_a_state_that_says_what_it_lacks(state: Por
 def test_a_format_of_one_model_refuses_none_and_several(state: PortableState) -> None:
     model = state.parts["model"]
     for parts, message in (
-        ({}, "a has no model, and this format holds one"),
-        ({"model.a": model, "model.b": model}, r"a has 2 models \(model.a, model.b\), and this format holds one"),
+        ({}, "a has no model, but this format needs exactly one"),
+        ({"model.a": model, "model.b": model}, r"a has 2 models \(model.a, model.b\), but this format needs"),
     ):
         with pytest.raises(ConfigError, match=message):
             replace(state, parts=parts).the_model()
     assert replace(state, parts={"model.x": model}).the_model() == "model.x"
 
 
-def test_a_root_is_no_checkpoint_and_the_way_to_one_is_said(saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(ckpt.CkptError, match="a"), open_state(saved.parent):
-        pass
-    for to in ("torch", "ckpt"):
-        with pytest.raises(ckpt.CkptError, match=str(saved.parent)):
-            ckpt.convert(saved.parent, tmp_path / to, to=to)
-    assert list(tmp_path.iterdir()) == []
+def test_a_root_stands_for_its_newest_checkpoint(saved: Path, tmp_path: Path) -> None:
+    with open_state(saved.parent) as state:
+        assert state.name == saved.name
+    assert ckpt.convert(saved.parent, tmp_path / "root").url == f"{tmp_path}/root/{saved.name}"
 
 
 def test_parts_of_a_kind_are_ordered_by_the_number_at_the_end() -> None:
@@ -168,6 +167,16 @@ def test_names_that_no_manager_or_file_can_have_are_changed_and_told(state: Port
     assert found.approximated.keys() == {new for key, new in names.items() if new != key}
     assert not any(map(portable_state._is_usable, ("rng", "rng.a", "", "x" * 101, "my part")))
     assert all(map(portable_state._is_usable, ("model", "model.a", "mine", "x" * 100)))
+
+
+def test_files_beside_a_model_are_its_configuration_and_not_the_trainers_log(tmp_path: Path) -> None:
+    for name in ("config.json", "trainer_state.json", "tokenizer.model", "merges.txt", "model.safetensors", "run.log"):
+        (tmp_path / name).write_text(name)
+    folder = Folder.of_checkpoint(open_storage(tmp_path), ROOT_ITSELF)
+    found = portable_state._beside(folder)
+    assert {path: read() for path, read in found.items()} == {
+        name: name.encode() for name in ("config.json", "tokenizer.model", "merges.txt")
+    }
 
 
 def test_files_beside_a_model_are_named_unless_they_are_kept() -> None:
@@ -218,22 +227,22 @@ def test_what_single_ranks_held_is_named_of_every_rank(monkeypatch: pytest.Monke
 class TestConvert:
     def test_options_that_another_format_has_are_refused(self, saved: Path, tmp_path: Path) -> None:
         for options, message in (
-            ({"to": "zip"}, "to='zip' is none of"),
-            ({"to": "torch", "name": "x"}, "name= is for a checkpoint in a root"),
-            ({"to": "torch", "max_shard_size": "1GB"}, "max_shard_size= is for to='hf'"),
+            ({"to": "zip"}, "to='zip' is not a format"),
+            ({"to": "torch", "name": "x"}, "name= is only for to='ckpt'"),
+            ({"to": "torch", "max_shard_size": "1GB"}, "max_shard_size= is only for to='hf'"),
         ):
             with pytest.raises(ConfigError, match=message):
                 ckpt.convert(saved, tmp_path / "out", **options)
         assert list(tmp_path.iterdir()) == []
         for to in ("torch", "ckpt"):
-            with pytest.raises(ConfigError, match="would lie in the checkpoint"):
+            with pytest.raises(ConfigError, match="is inside the checkpoint"):
                 ckpt.convert(saved, saved / "inside" / "it", to=to)
         _refuse_inside_checkpoint(str(saved.parent / "beside"))
 
     def test_a_name_that_is_there_is_refused_and_another_is_taken(self, saved: Path, tmp_path: Path) -> None:
         first = ckpt.convert(saved, tmp_path / "root")
         assert (first.url, first.parts) == (f"{tmp_path}/root/a", ("model", "optimizer", "scheduler", "epoch", "rng"))
-        with pytest.raises(ConfigError, match=r"has a checkpoint 'a' already\. Choose another name="):
+        with pytest.raises(ConfigError, match=r"already has a checkpoint 'a'\. Choose another name="):
             ckpt.convert(saved, tmp_path / "root")
         assert ckpt.convert(saved, tmp_path / "root", name="b").url.endswith("/b")
         assert {found.name: (found.step, found.committed) for found in ckpt.list_checkpoints(tmp_path / "root")} == {
@@ -242,7 +251,7 @@ class TestConvert:
         assert not ckpt.diff(tmp_path / "root" / "a", tmp_path / "root" / "b")
         assert ckpt.verify(tmp_path / "root") == {"a": [], "b": []}
         named: Any = SimpleNamespace(name="a/b")
-        with pytest.raises(ConfigError, match=r"'a/b', the name of the source, cannot name a checkpoint\. Choose one"):
+        with pytest.raises(ConfigError, match=r"the source's name, 'a/b', cannot name a checkpoint\. Choose another"):
             _checkpoint_name(named)
 
     def test_what_is_left_out_is_not_said_to_be_approximated_too(self, state: PortableState) -> None:
@@ -287,7 +296,7 @@ class TestConvert:
     def test_accelerate_knows_one_scaler_and_no_values_of_ranks(self, state: PortableState, tmp_path: Path) -> None:
         part = state.parts["scheduler"]
         two = replace(state, parts={"scaler.0": part, "scaler.1": part})
-        with pytest.raises(ConfigError, match="a has 2 scalers, and Accelerate knows one"):
+        with pytest.raises(ConfigError, match="a has 2 scalers, but Accelerate can load only one"):
             converting.export_accelerate(two, tmp_path / "a", lambda size: None)
         (tmp_path / "b").mkdir()
         parts, skipped = converting.export_accelerate(state, tmp_path / "b", lambda size: None)
@@ -319,12 +328,12 @@ class TestMegatron:
             {**alike, "decoder.layers.4.mlp.weight": self.tensor(2, 3)},
             {"decoder.layers.1.mlp.weight": self.tensor(2, 3)},
         ):
-            with pytest.raises(ConfigError, match=r"the layers of decoder\.layers\.mlp\.weight in it are not alike"):
+            with pytest.raises(ConfigError, match=r"decoder\.layers\.mlp\.weight in it is not the same in every layer"):
                 _stacked(odd, "it")
 
     def test_a_model_needs_its_names_and_what_is_no_tensor_is_left_out(self) -> None:
         _require_names({"decoder.layers.0.mlp.weight": self.tensor(1), "other": self.tensor(1)}, "it")
-        with pytest.raises(ConfigError, match="the model of it has no names of Megatron-Core"):
+        with pytest.raises(ConfigError, match="the model of it does not use the names of Megatron-Core"):
             _require_names({"layers.0.weight": self.tensor(1)}, "it")
         objects, skipped = _objects({"a.mlp._extra_state": None, "b.mlp._extra_state": 5, "other": None})
         assert len(objects) == 1

@@ -103,7 +103,7 @@ def test_of_a_root_the_checkpoint_of_a_step_is_taken(tmp_path: Path) -> None:
     result = pull(tmp_path / "run", tmp_path / "back", "--step", 7)
     assert result.exit_code == 1
     assert (
-        "no checkpoint of step 7. There are: step-00000003 (step 3), step-00000002 (step 2), step-00000001 (step 1)"
+        "no checkpoint of step 7. It has: step-00000003 (step 3), step-00000002 (step 2), step-00000001 (step 1)"
         in result.output
     )
 
@@ -171,7 +171,7 @@ def test_files_of_another_are_not_taken_for_the_checkpoints_own(tmp_path: Path) 
     strange = tmp_path / "back" / "step-00000001" / "model.safetensors"
     strange.parent.mkdir(parents=True)
     strange.write_bytes(bytes((tmp_path / "run" / "step-00000001" / "model.safetensors").stat().st_size))
-    with pytest.raises(ckpt.ConfigError, match="has files that are no copy of this checkpoint"):
+    with pytest.raises(ckpt.ConfigError, match="has files that do not belong to this checkpoint"):
         ckpt.pull(tmp_path / "run", tmp_path / "back")
     assert set(strange.parent.iterdir()) == {strange}
 
@@ -247,7 +247,7 @@ class TestToTheHub:
         monkeypatch.chdir(tmp_path)
         save("run", 1)
         ckpt.pull("run", "hub://me/run")
-        with pytest.raises(ckpt.ConfigError, match=r"lost a slash|is no path"):
+        with pytest.raises(ckpt.ConfigError, match=r"lost a slash|is a URL"):
             ckpt.pull("hub://me/run", destination)
         with pytest.raises(ckpt.ConfigError, match="lost a slash"):
             ckpt.pull(Path("hub://me/run"), "back")
@@ -264,7 +264,7 @@ class TestToTheHub:
         HfApi().upload_folder(repo_id="me/run", folder_path=tmp_path / "run")
         for _ in range(2):  # the second finds its own copy there
             with pytest.raises(
-                ckpt.DamagedError, match=r"not all of hub://me/run was copied: step-00000002 is damaged"
+                ckpt.DamagedError, match=r"could not copy all of hub://me/run: step-00000002 is damaged"
             ):
                 ckpt.pull("hub://me/run", tmp_path / "back")
             assert ckpt.verify(tmp_path / "back") == {"step-00000001": []}
@@ -286,7 +286,7 @@ class TestToTheHub:
     ("source", "destination", "said"),
     [
         ("/nothing/here", "back", "there is no checkpoint at /nothing/here"),
-        ("files", "hub://me/repo", "takes no copies of other files"),
+        ("files", "hub://me/repo", "does not copy other files"),
     ],
 )
 def test_what_makes_no_sense_is_refused(source: str, destination: str, said: str, tmp_path: Path) -> None:

@@ -12,16 +12,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner, Result
-from safetensors.torch import load_file
 from torch import nn
 
 import ckpt
 from ckpt.cli.main import main
-from ckpt.tools import diff
-from ckpt.tools.report import changes as report_changes
-from ckpt.tools.report.changes import Changes, measure_changes
 from ckpt.tools.report.facts import attempts, best_of, gather, guessed_mode
 from tests.cli.test_hostile_names import EVIL, rewrite
 from tests.cli.test_main import flip_a_bit
@@ -92,11 +87,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def page(run: Path) -> str:
     return page_of(run, run.parent)
-
-
-@pytest.fixture(scope="module")
-def changes(run: Path) -> Changes:
-    return measure_changes(gather(run))
 
 
 def refuse_what_acts(text: str) -> Page:
@@ -172,92 +162,16 @@ def test_what_is_frozen_is_shared_with_the_checkpoint_before(run: Path) -> None:
     assert saves[8].shared is None  # the one before it is gone
 
 
-def test_a_change_is_the_rms_of_the_difference_over_that_of_the_older(run: Path, changes: Changes) -> None:
-    first, second = (load_file(run / f"step-000000{step}" / "model.safetensors") for step in (14, 16))
-    (step,) = (step for step in changes.steps if step.newer.step == 16)
-    names = [f"blocks.2.up.{name}" for name in ("weight", "bias")]
-    difference = math.sqrt(sum((first[name].double() - second[name]).square().sum().item() for name in names))
-    older = math.sqrt(sum(first[name].double().square().sum().item() for name in names))
-    assert step.cells["blocks.2.up"].relative == pytest.approx(difference / older, rel=1e-12)
-
-
-def test_parameters_that_one_phase_lacks_are_empty_cells_and_said_in_words(page: str, changes: Changes) -> None:
-    by_step = {step.newer.step: step.cells for step in changes.steps}
-    adapter = "blocks.0.up.lora_B.default"
-    assert adapter in changes.modules
-    assert [by_step[step][adapter].relative for step in (18,)] == [None]
-    assert all(adapter not in by_step[step] for step in (10, 12, 14, 16))
-    assert (by_step[20][adapter].relative or 0) > 0
-    assert by_step[18]["blocks.0.up"].relative == 0  # what PEFT wraps is the same parameter as before
-    assert by_step[22]["blocks.0.up"].relative == 0
-    text = "".join(Page(page).text)
-    assert "step-00000016 to step-00000018: 16 tensors only in the later" in text
-    (row,) = (row for row in Page(page).rows if row[0][0] == adapter)
-    assert [cell[0] for cell in row[1:6]] == ["-"] * 5
-
-
-def test_changes_need_a_slab_at_a_time_and_frozen_files_once(
-    run: Path, changes: Changes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[int] = []
-    whole = diff._numbers
-
-    def noted(tensor: torch.Tensor) -> torch.Tensor:
-        read.append(tensor.numel())
-        return whole(tensor)
-
-    frozen: list[tuple[int, ...]] = []
-    compare = diff.squares_between
-
-    def counted(first: object, second: object) -> object:
-        if first is second:
-            frozen.append(first.shape)  # type: ignore[attr-defined]
-        return compare(first, second)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(diff, "SLAB", 1 << 15)
-    monkeypatch.setattr(diff, "_numbers", noted)
-    monkeypatch.setattr(report_changes, "squares_between", counted)
-    again = measure_changes(gather(run))
-    assert max(read) == (1 << 15) // 4
-    assert len(frozen) == 26  # the parameters of the model, in three checkpoints
-    for before, step in zip(changes.steps, again.steps, strict=True):
-        for module, cell in step.cells.items():
-            assert cell.relative == pytest.approx(before.cells[module].relative)
-
-
-def test_without_changes_nothing_but_manifests_is_read(run: Path, tmp_path: Path) -> None:
+def test_nothing_but_manifests_and_sizes_is_read(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "run")
     for file in (tmp_path / "run").rglob("*.safetensors"):
         flip_a_bit(file)
-    text = page_of(tmp_path / "run", tmp_path, "--no-changes")
-    assert "Change of each module" not in text
     said = "".join(Page(page_of(tmp_path / "run", tmp_path)).text)
-    assert "step-00000008 to step-00000010: step-00000008 is damaged: model.safetensors was altered" in said
-    count = len(list((tmp_path / "run").glob("step-*")))
-    assert f"{count} with problems, by the sizes of files, and by the models that were read" in said
-    assert "step-00000008damaged" in said  # in the table of problems, and in that of all checkpoints
-    assert "complete, by" not in said
-
-
-def test_one_checkpoint_with_a_flipped_bit_is_damaged_on_the_card_in_the_text_and_in_the_tables(
-    run: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(run, tmp_path / "run")
-    flip_a_bit(tmp_path / "run" / "step-00000008" / "model.safetensors")
-    by_size = "".join(Page(page_of(tmp_path / "run", tmp_path, "--no-changes")).text)
-    assert "complete, by the sizes of files" in by_size
-    assert "intact" not in by_size
-    page = Page(page_of(tmp_path / "run", tmp_path))
-    said = "".join(page.text)
-    assert "1 with problems, by the sizes of files, and by the models that were read" in said
-    assert said.count("step-00000008damaged") == 2  # of what is wrong, and of all checkpoints
-    assert "step-00000010damaged" not in said
+    assert "complete, by the sizes of files" in said
     assert "intact" not in said
-    markdown = CliRunner().invoke(main, ["report", str(tmp_path / "run"), "--changes"]).output
-    assert re.search(r"(?m)^\| step-00000008 \| damaged \| model\.safetensors was altered", markdown)
 
 
-def test_a_damaged_checkpoint_is_in_the_health_section_and_not_compared(run: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_in_the_health_section(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "run")
     cut = tmp_path / "run" / "step-00000020" / "model.safetensors"
     cut.write_bytes(cut.read_bytes()[:-1])
@@ -267,8 +181,6 @@ def test_a_damaged_checkpoint_is_in_the_health_section_and_not_compared(run: Pat
     assert "2 with problems" in text
     assert "step-00000020damagedmodel.safetensors is " in text
     assert "step-00000099uncommittedstep-00000099 was never committed" in text
-    assert "to step 22" in text
-    assert "to step 20" not in text
 
 
 def test_hostile_names_are_text(tmp_path: Path) -> None:
@@ -300,20 +212,15 @@ def test_the_suffix_or_the_option_says_which_format_it_is(run: Path, tmp_path: P
         ("a.html", ["--format", "md"], "# "),
         ("a.txt", ["--format", "html"], "<!DOCTYPE html>"),
     ):
-        assert report(run, "-o", tmp_path / name, "--no-changes", *options).exit_code == 0
+        assert report(run, "-o", tmp_path / name, *options).exit_code == 0
         assert (tmp_path / name).read_text().startswith(begins)
     assert report(run).output.startswith("# ")
-    assert "## Change of each module" not in report(run).output
 
 
 def test_markdown_tells_the_same(run: Path) -> None:
-    text = report(run, "--changes").output
+    text = report(run).output
     assert "- restart 1: from step-00000008 (step 8), saved step-00000010 to step-00000014" in text
     assert f"  - passed over: {DAMAGED} is damaged" in text
-    assert re.search(
-        r"(?m)^\| blocks\.0\.up\.lora_A\.default \| - \| - \| - \| - \| - \| [\d.]+ % \| [\d.]+ % \|$", text
-    )
-    assert "- step-00000016 to step-00000018: 16 tensors only in the later" in text
 
 
 @pytest.mark.parametrize(

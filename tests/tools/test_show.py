@@ -81,7 +81,6 @@ def test_tensors_are_listed_with_dtype_and_shape(root: str) -> None:
     text = show(f"{root}/step-00000001", "--tensors").output
     assert re.search(r"(?m)^embedding\.weight +float32 +\[40, 8\]$", text)
     assert re.search(r"(?m)^frozen\.weight +bfloat16 +\[8, 8\]$", text)
-    assert "embedding.weight" not in show(f"{root}/step-00000001").output
 
 
 def test_json_has_the_same(root: str) -> None:
@@ -179,4 +178,4 @@ def test_where_there_is_none_it_says_so(where: str, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("not a checkpoint")
     result = show(tmp_path / where)
     assert result.exit_code == 1
-    assert re.search("there (is|are) no checkpoint", result.output)
+    assert re.match("ckpt: (there is nothing at|ckpt can't read the format of)", result.output)

@@ -119,7 +119,7 @@ class TestShow:
             "a": Outline("F32", (2, 3)), "b": Outline("I64", ()), "c": Outline("F32", (2, 3), tied=True),
         }  # fmt: skip
         for row in ([5, [1]], ["F32", [-1]], ["F32", "x"]):
-            with pytest.raises(ValueError, match="it has no dtype or no shape of bad"):
+            with pytest.raises(ValueError, match="these tensors have no dtype or no shape: bad"):
                 show._sharded_outlines({"tensors": {"bad": row, "a": ["F32", []]}, "aliases": {}})
 
 

@@ -57,7 +57,7 @@ def test_a_text_that_is_no_json_is_a_value_error() -> None:
             parse_json(text)
     with pytest.raises(ValueError, match="nested too deeply"):
         parse_json(b"[" * 100_000)
-    with pytest.raises(ValueError, match="NaN is no number of JSON"):
+    with pytest.raises(ValueError, match="NaN is not a number in JSON"):
         parse_json(b"NaN")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,9 +15,12 @@ from typing import Any
 
 import pytest
 from _pytest.logging import LogCaptureHandler
+from tqdm import tqdm
 
+from ckpt.util import console
 from ckpt.util.console import (
     ConsoleHandler,
+    counted,
     format_age,
     format_duration,
     format_number,
@@ -81,11 +85,23 @@ class Terminal(io.StringIO):
         return True
 
 
+def closed() -> io.TextIOWrapper:
+    with open(os.devnull, "w") as stream:
+        return stream
+
+
+@pytest.fixture
+def terminal_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bars don't wait for a second."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(console, "_BAR_AFTER", 0.0)
+
+
+@pytest.mark.usefixtures("terminal_at_once")
 def test_a_bar_is_shown_on_a_terminal_and_gone_afterwards(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "100")
     for in_bytes, count in ((False, " 4/10"), (True, "4/10 bytes")):
         terminal = Terminal()
         monkeypatch.setattr(sys, "stderr", terminal)
@@ -104,6 +120,82 @@ def test_a_bar_is_shown_on_a_terminal_and_gone_afterwards(
         assert stream.getvalue() == ""
 
 
+@pytest.mark.usefixtures("terminal_at_once")
+def test_a_bar_appears_when_somebody_begins_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, waits = Terminal(), list[bool]()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress_bar("save", 10, show=lambda: bool(waits)) as advance:
+        advance(4)
+        assert terminal.getvalue() == ""
+        waits.append(True)
+        advance(20)  # what was sent again is not counted
+    assert "10/10" in terminal.getvalue()
+
+
+@pytest.mark.usefixtures("terminal_at_once")
+def test_without_a_total_a_bar_says_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress_bar("copying step-1", None) as advance:
+        advance(4)
+    assert re.search(r"copying step-1 .*0:00:00", terminal.getvalue())
+
+
+def test_work_of_less_than_a_second_has_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress_bar("save", 10) as advance:
+        advance(10)
+    assert terminal.getvalue() == ""
+
+
+@pytest.mark.parametrize("stream", [None, closed()], ids=["none", "closed"])
+def test_without_standard_error_there_is_no_bar(
+    monkeypatch: pytest.MonkeyPatch, stream: io.TextIOWrapper | None
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    with progress_bar("save", 10) as advance:
+        advance(10)
+
+
+@pytest.mark.usefixtures("terminal_at_once")
+def test_a_bar_is_one_row_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or every update would leave a line behind."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress_bar("looking for whole files of a-checkpoint-with-a-name", 4e12, in_bytes=True) as advance:
+        advance(4e9)
+    frames = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", terminal.getvalue()).splitlines()
+    assert any(re.fullmatch(r"looking for whole files of a-ch… ━{24} [\d.]+/4.0 TB -:--:--", one) for one in frames)
+
+
+@pytest.mark.usefixtures("terminal_at_once")
+def test_lines_and_bars_leave_the_bars_of_tqdm_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    record = logging.makeLogRecord({"msg": "saved", "levelno": logging.INFO})
+    with handlers_of("", *()), handlers_of("ckpt", *()), tqdm(total=3, file=terminal, mininterval=0) as steps:
+        steps.update()
+        ConsoleHandler().emit(record)
+        with progress_bar("save", 10) as advance:
+            advance(10)
+        steps.update()
+    lines = [line.rpartition("\r")[2] for line in terminal.getvalue().split("\n")]
+    assert "saved" in lines
+    assert not any("it/s" in line and ("saved" in line or "10/10" in line) for line in lines)
+
+
+def test_what_is_counted_comes_in_small_pieces_and_unchanged() -> None:
+    data = memoryview(bytes(range(256)) * (1 << 17))  # 32 MB
+    amounts = list[int]()
+    taken = counted([data[:5], data[5:]], amounts.append)
+    pieces = [next(taken)]
+    assert amounts == []  # it may still be in use
+    pieces += taken
+    assert b"".join(pieces) == data
+    assert amounts == [*map(len, pieces)] == [5, 1 << 24, (1 << 24) - 5]
+
+
 class Tee:
     """As loggers and notebooks have: writes somewhere, and is no file."""
 
@@ -114,11 +206,6 @@ class Tee:
 
 class Console(logging.Handler):
     console = "as Rich's handler has"
-
-
-def closed() -> io.TextIOWrapper:
-    with open(os.devnull, "w") as stream:
-        return stream
 
 
 SHOWS: dict[str, tuple[Callable[[Path], logging.Handler], bool]] = {

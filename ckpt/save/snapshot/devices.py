@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
@@ -72,7 +73,7 @@ class Device:
         return torch.empty(size, dtype=torch.uint8)
 
     def register(self, memory: torch.Tensor) -> bool:
-        """Let the device write to these pages of the host itself, until `unregister`. False if it cannot."""
+        """Let the device write to these pages of host memory, until `unregister`. Returns False if the device can't."""
         return False
 
     def unregister(self, memory: torch.Tensor) -> None:
@@ -95,7 +96,9 @@ class StreamedDevice(Device):
     def ordered(self) -> Iterator[None]:
         with self._module.device(self.device):
             if self._module.is_current_stream_capturing():
-                raise StateError("save_state() was called while a graph is being captured. Save before it or after it.")
+                raise StateError(
+                    "you called save_state() while CUDA captures a graph. Save before or after the capture."
+                )
             current = self._module.current_stream(self.device)
             others = [stream for stream in self._streams if stream != current]
             for stream in others:
@@ -224,7 +227,9 @@ def _figures(device: torch.device) -> tuple[dict[str, int], dict[str, int]]:
 
 @cache
 def _warn_of_slow_copies(why: str) -> None:
-    _log.warning("ckpt could not pin host memory, so copies from the device are slow: %s", why)
+    """Once on a host: its limits are those of all its ranks."""
+    level = logging.WARNING if os.environ.get("LOCAL_RANK", "0") == "0" else logging.DEBUG
+    _log.log(level, "ckpt could not pin host memory, so copies from the device are slow: %s", why)
 
 
 @contextmanager
@@ -259,11 +264,12 @@ def copy_packed(sources: Iterable[torch.Tensor], target: torch.Tensor, *, non_bl
     """Enqueue copies of flat tensors to a target, one after the other; small neighbours are packed by one kernel."""
     offset, small = 0, list[torch.Tensor]()
     for source in sources:
-        if len(source) >= _SMALL:
+        size = source.numel()  # `len` takes twenty times as long
+        if size >= _SMALL:
             offset = _copy_small(small, target, offset, non_blocking)
             small = []
-            target[offset : offset + len(source)].copy_(source, non_blocking=non_blocking)
-            offset += len(source)
+            target[offset : offset + size].copy_(source, non_blocking=non_blocking)
+            offset += size
         else:
             small.append(source)
     _copy_small(small, target, offset, non_blocking)
@@ -275,6 +281,7 @@ def _copy_small(sources: list[torch.Tensor], target: torch.Tensor, offset: int, 
         with suppress(torch.OutOfMemoryError):  # a device that is full: each is copied by itself
             sources = [torch.cat(sources)]
     for source in sources:
-        target[offset : offset + len(source)].copy_(source, non_blocking=non_blocking)
-        offset += len(source)
+        size = source.numel()
+        target[offset : offset + size].copy_(source, non_blocking=non_blocking)
+        offset += size
     return offset

@@ -21,7 +21,7 @@ import torch
 from ckpt.errors import StateError
 from ckpt.formats.tensors import host_bytes, movable
 from ckpt.save.snapshot.devices import Device
-from ckpt.save.snapshot.host_memory import Image
+from ckpt.save.snapshot.host_memory import Image, ReservedImage
 from ckpt.save.snapshot.tensor_copies import TensorCopy, flat_bytes
 from ckpt.util.aligned_memory import copy_bytes
 from ckpt.util.threads import CORES, Worker
@@ -104,7 +104,7 @@ class Transfer:
     def flat(self) -> Iterator[torch.Tensor]:
         """The bytes. To be iterated over in the stream that they are copied on."""
         if not self.sources:
-            raise StateError("a snapshot was read after its memory had been given back")
+            raise StateError("ckpt can't read a snapshot whose memory it has released")
         for source in self.sources:
             yield source.flat_somewhere()
 
@@ -170,10 +170,10 @@ class Arrival:
         """Nobody needs the rest: it is not fetched, and whoever waits for it gets an error."""
         self.is_discarded = True
         if self.missing:
-            self.fail(StateError("a snapshot was read after its memory had been given back"))
+            self.fail(StateError("ckpt can't read a snapshot whose memory it has released"))
 
     def wait(self, stop: int | None = None) -> None:
-        """Block until all bytes of the image below `stop` have arrived; without it, all bytes there are."""
+        """Block until the bytes of the image up to `stop` have arrived. Without `stop`, wait for the complete image."""
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or self._reached(stop))
             if self._error is not None and not self._reached(stop):
@@ -184,6 +184,7 @@ class Arrival:
 
         If nothing is missing it is one piece.
         """
+        # without the lock: if the last bytes arrive just now, there are only more pieces than necessary
         step = len(view) if not self._missing else -(-max(head, STEP) // STEP) * STEP
         for begin in range(0, len(view), max(1, step)):
             end = min(begin + step, len(view))
@@ -231,18 +232,21 @@ class Fetcher:
                 turn = next(turns)
                 workers[turn].wait()  # until its slot is free
                 slot = self._bring(transfer, self._ring, turn)
-                transfer.release()
+                transfer.release()  # the slot has the bytes: the device may have its memory back
                 workers[turn].start(partial(scatter, slot, transfer, number))
             for worker in workers:
                 worker.wait()
 
-    def fetch_straight(self, transfers: Iterable[tuple[int, Transfer]], memory: torch.Tensor, arrival: Arrival) -> None:
+    def fetch_straight(
+        self, transfers: Iterable[tuple[int, Transfer]], image: ReservedImage, memory: torch.Tensor, arrival: Arrival
+    ) -> None:
         """The same where the pages of an image are registered: the device writes to them itself."""
         with self._turn:
             for number, transfer in transfers:
                 if arrival.is_discarded:
                     return
                 for run, sources in transfer.by_run():
+                    image.wait_until_ready(run.start, run.size)
                     flat = (source.flat_somewhere() for source in sources)
                     self._devices[transfer.device].fetch(flat, memory[run.start : run.start + run.size])
                 transfer.release()
@@ -250,7 +254,7 @@ class Fetcher:
 
     def stream(self, transfers: Iterable[Transfer]) -> Iterator[tuple[Transfer, memoryview]]:
         """Every transfer with its bytes, which are valid until the next is asked for. Nothing is released."""
-        ring: dict[tuple[torch.device, int], torch.Tensor] = {}
+        ring: dict[tuple[torch.device, int], torch.Tensor] = {}  # the other one belongs to whoever has the turn
         for transfer in transfers:
             yield transfer, self._bring(transfer, ring, 0)
 

@@ -13,17 +13,17 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import torch
 
 from ckpt.errors import FullError, StorageError
-from ckpt.formats.tensors import host_bytes
 from ckpt.save.snapshot.devices import Device
 from ckpt.storage import Reserving
 from ckpt.storage.base import ReservedFile
-from ckpt.util.aligned_memory import MappedRange, allocate_pages, can_map_files, make_huge
+from ckpt.util.aligned_memory import HUGE_PAGE, MappedRange, allocate_pages, can_map_files
 from ckpt.util.memory_limit import available, reserve, spare
-from ckpt.util.threads import Worker
+from ckpt.util.threads import CORES, Worker
 
 _log = logging.getLogger("ckpt")
 
@@ -32,6 +32,8 @@ _THREADS = 2  # beside training
 _SMALL = 1 << 20  # bytes: files below this are not reserved, but copied
 _SLOTS = 2  # snapshots in memory that take turns
 _PAUSE = 0.005  # seconds
+_READYING = max(1, min(4, CORES // 4))  # threads that allocate the memory of files
+_LOOK_AGAIN = 0.1  # seconds
 _WASTE = 4  # an image is used for no less than this part of it: a small one would take it from the next large one
 
 
@@ -40,7 +42,6 @@ class PrivateImage:
 
     def __init__(self) -> None:
         self.files: Mapping[str, ReservedFile] = {}  # none, ever: its bytes are in no file
-        self.is_registered = False  # that takes seconds
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._taken = 0
         self.size = 0
@@ -80,19 +81,23 @@ class ReservedImage:
     A part must be made resident before it is written to: there may be no memory for it, which would end the process.
     `places`: the path, the start and the size of every file.
 
-    The files stay mapped when they have their names. When they were deleted, the next snapshot of the same layout has
-    their memory again: its pages are there, and, once they are registered with a device, this writes to them itself.
+    Its pages are made ready in the background: they are allocated, and registered with the device, which then writes to
+    them itself. The files stay mapped when they have their names. When they were deleted, the next snapshot of the same
+    layout has their memory again.
     """
 
     def __init__(self, storage: Reserving, size: int, places: Sequence[tuple[str, int, int]]) -> None:
         self._storage = storage
         self._range = MappedRange(size)
         self._layout = _layout(size, places)
-        self._device: Device | None = None
-        self._registering: Worker | None = None
+        self.device: Device | None = None
+        self.part = 0
+        self._readying: Worker | None = None
         self._parts: list[torch.Tensor] = []  # that are registered
-        self.is_registered = False  # all of it: the device itself can write to it
+        self._registered = 0  # bytes, from the start on
+        self._changed = threading.Condition()
         self._ends = False
+        self._is_new = True  # no snapshot was ever in it
         self.in_use = True
         self.files: dict[str, ReservedFile] = {}
         try:
@@ -116,12 +121,19 @@ class ReservedImage:
             image.unmap()
         return None
 
+    def another(self) -> ReservedImage | None:
+        """One like it, for the same device; None if there can be none."""
+        return ReservedImage.of(self._storage, *self._layout) if self.device is not None else None
+
     def is_for(self, storage: object, size: int, places: Sequence[tuple[str, int, int]]) -> bool:
         """Whether it has the layout of these files."""
         return self._storage is storage and self._layout == _layout(size, places)
 
     def claim(self) -> bool:
         """Have the memory of the same files again. False if one of them is needed, or is gone."""
+        if self._is_new:
+            self._is_new, self.in_use = False, True
+            return True
         claimed: dict[str, ReservedFile] = {}
         for path, file in self.files.items():
             again = self._storage.reserve_again(file)
@@ -141,32 +153,77 @@ class ReservedImage:
         if size and not self._range.make_resident(start, size):
             raise FullError("there is no memory left for the snapshot.")
 
-    def register(self, device: Device, size: int) -> None:
-        """Begin to register the pages, which are resident, in parts of a size that no transfer goes beyond.
+    def make_ready(self, device: Device | None, size: int) -> None:
+        """Begin to give it its memory, and to register that with the device, in parts that no transfer goes beyond.
 
         Launches of kernels wait for each part.
         """
-        if self._registering is None:
-            self._device = device
-            self._registering = Worker("ckpt-register").start(lambda: self._register(device, size))
+        if self._readying is None:
+            self.device, self.part = device, size
+            self._readying = Worker("ckpt-register").start(lambda: self._make_ready(device, size))
 
-    def _register(self, device: Device, size: int) -> None:
+    @property
+    def is_straight(self) -> bool:
+        """Whether the device writes to it itself, as far as is known: at the latest when it was waited for."""
+        with self._changed:
+            is_over = self._readying is None or not self._readying.busy
+            return self.device is not None and (self._registered == self._range.size or not is_over)
+
+    def wait_until_ready(self, start: int, size: int) -> None:
+        """Until the device can write to a part itself, or never can: then this has its memory all the same."""
+        with self._changed:
+            while self._registered < start + size and self._readying is not None and self._readying.busy:
+                self._changed.wait(_LOOK_AGAIN)
+        if self._registered < start + size:
+            self.make_resident(start, size)
+
+    def _make_ready(self, device: Device | None, size: int) -> None:
         memory = self.bytes(self._range.size)
-        for start in range(0, len(memory), size):
-            part = memory[start : start + size]
-            if self._ends or not threading.main_thread().is_alive():
-                return
-            make_huge(host_bytes(part))  # there are fewer of them to register
-            try:
-                registered = device.register(part)
-            except RuntimeError:  # of the device: what training does next there raises it too
-                registered = False
-            if not registered:
-                _log.info("%s cannot write to host memory itself: snapshots take a little longer", device.device)
-                return
+        pool = [Worker("ckpt-register", kept=True) for _ in range(_READYING)]
+        try:
+            for start in range(0, len(memory), size):
+                part = memory[start : start + size]
+                if self._ends or not threading.main_thread().is_alive() or not self._allocate(start, len(part), pool):
+                    return
+                if device is not None and not self._register(device, part):
+                    return
+                with self._changed:
+                    self._registered = start + len(part)
+                    self._changed.notify_all()
+                time.sleep(_PAUSE)  # kernels of training that waited for this part are launched before the next
+        finally:
+            for worker in pool:
+                worker.close()
+
+    def _allocate(self, start: int, size: int, pool: Sequence[Worker]) -> bool:
+        """Give the files in this part their memory, in several threads. False if there is none."""
+        share = -(-size // len(pool) // HUGE_PAGE) * HUGE_PAGE
+        pieces = [
+            (max(begin, place), min(begin + share, start + size, place + length))
+            for _, place, length in self._layout[1]
+            for begin in range(start, start + size, share)
+        ]
+        found = list[bool]()
+
+        def allocate(begin: int, end: int) -> None:
+            found.append(self._range.make_resident(begin, end - begin))
+
+        for turn, piece in enumerate(piece for piece in pieces if piece[0] < piece[1]):
+            pool[turn % len(pool)].start(partial(allocate, *piece))
+        for worker in pool:
+            worker.wait()
+        return all(found)
+
+    def _register(self, device: Device, part: torch.Tensor) -> bool:
+        try:
+            registered = device.register(part)
+        except RuntimeError:  # of the device: what training does next there raises it too
+            registered = False
+        if registered:
             self._parts.append(part)
-            time.sleep(_PAUSE)
-        self.is_registered = True
+        else:
+            _log.debug("%s can't write to host memory directly, so snapshots take a little longer", device.device)
+        return registered
 
     def release(self) -> None:
         """The snapshot is written, or not needed any more: files that were not written are free."""
@@ -177,10 +234,10 @@ class ReservedImage:
     def unmap(self) -> None:
         """Give up the memory; files that were written keep it."""
         self._ends = True
-        if self._registering is not None:
-            self._registering.close()  # waits for it
-        while self._parts and self._device is not None:
-            self._device.unregister(self._parts.pop())
+        if self._readying is not None:
+            self._readying.close()  # waits for it
+        while self._parts and self.device is not None:  # before the pages go: the driver holds on to them
+            self.device.unregister(self._parts.pop())
         self._range.release()
         self.release()
 
@@ -211,8 +268,8 @@ class HostMemory:
         self._mapped: list[ReservedImage] = []
         self._prefaulted: PrivateImage | None = None
         self._untouched: Iterator[torch.Tensor] = iter(())  # its chunks that are not resident yet
-        self._lock = threading.Lock()
-        self._giving_out = threading.Lock()
+        self._lock = threading.Lock()  # of `_untouched` and `resident`: several threads prefault
+        self._giving_out = threading.Lock()  # of the images: training and the save thread both take some
         self._prefaulting = Worker("ckpt-memory")
         self._not_paused = threading.Event()
         self._not_paused.set()
@@ -248,7 +305,7 @@ class HostMemory:
             image = self._find(size)
             if image is self._prefaulted:
                 self._stop_prefaulting()
-            if size > image.size and not self._has_room_beside(size - image.size):
+            if size > image.size and not self._has_room_beside(size - image.size):  # then unused images go first
                 self._images = [one for one in self._images if one.in_use or one is image]
             image.take(size)
         return image
@@ -271,8 +328,31 @@ class HostMemory:
                     return image
             self._unmap(self._mapped[: 1 - _SLOTS])
             found = ReservedImage.of(storage, size, places)
-            self._mapped += [found] if found is not None else []
+            if found is not None:
+                found.claim()
+                self._mapped.append(found)
             return found
+
+    def prepare_files(
+        self, storage: object, size: int, places: Sequence[tuple[str, int, int]], device: Device | None, part: int
+    ) -> None:
+        """Make files ready for the first snapshot to come."""
+        with self._giving_out:
+            if not self._mapped:
+                self._make_ready(ReservedImage.of(storage, size, places), device, part)
+
+    def prepare_another(self) -> None:
+        """Make files ready for the next snapshot like those of the first, if a device writes to them."""
+        with self._giving_out:
+            if len(self._mapped) == 1:
+                first = self._mapped[0]
+                self._make_ready(first.another(), first.device, first.part)
+
+    def _make_ready(self, image: ReservedImage | None, device: Device | None, part: int) -> None:
+        if image is not None:
+            image.in_use = False
+            image.make_ready(device, part)
+            self._mapped.append(image)
 
     def release_files(self) -> None:
         """Unmap files of snapshots, so that their memory is free when they are deleted. Nothing may be using them."""

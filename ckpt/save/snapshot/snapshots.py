@@ -32,6 +32,7 @@ import torch
 from ckpt.formats.device_hashes import hashes_on_device
 from ckpt.formats.native.manifest import BLOCK_SIZE, FileRecord, digest
 from ckpt.formats.tensors import FileHashes, FilePlan
+from ckpt.save.snapshot import devices
 from ckpt.save.snapshot.devices import Device
 from ckpt.save.snapshot.fetch import (
     BESIDE_TRAINING,
@@ -44,7 +45,7 @@ from ckpt.save.snapshot.fetch import (
 )
 from ckpt.save.snapshot.file_image import PAGE, SnapshotLayout
 from ckpt.save.snapshot.host_memory import HostMemory, Image, ReservedImage
-from ckpt.save.snapshot.tensor_copies import Leaves, TensorCopies
+from ckpt.save.snapshot.tensor_copies import Leaves, TensorCopies, flat_bytes
 from ckpt.storage import Reserving
 from ckpt.util.aligned_memory import HUGE_PAGE
 from ckpt.util.console import format_size
@@ -77,6 +78,17 @@ def _is_unchanged(file: FilePlan, earlier: FileRecord | None) -> bool:
     return earlier is not None and file.hashes is not None and file.hashes.blocks == earlier.blocks
 
 
+def _flattened(file: FilePlan) -> FilePlan:
+    """The same with the bytes of tensors on devices: hashing and fetching need them, and each call takes the GIL."""
+
+    def flattened(content: bytes | tuple[str, torch.Tensor]) -> bytes | tuple[str, torch.Tensor]:
+        if isinstance(content, bytes) or devices.is_on_host(content[1]):
+            return content
+        return content[0], flat_bytes(content[1])
+
+    return file if file.contents is None else replace(file, contents=list(map(flattened, file.contents)))
+
+
 class Snapshots:
     """Takes snapshots, in host memory that later ones reuse.
 
@@ -104,6 +116,11 @@ class Snapshots:
         size = sum(-(-size // PAGE) * PAGE for size in sizes) + (1 << 20)
         if size > _LITTLE and size <= self._room:
             self.memory.prefault(size)
+
+    def prepare(self, files: list[FilePlan], storage: object) -> None:
+        """Begin to make memory ready that the storage reserves for snapshots of these files."""
+        layout = SnapshotLayout.of(files, HUGE_PAGE)
+        self.memory.prepare_files(storage, layout.size, layout.places, self._only_device(layout), STRAIGHT)
 
     def paused(self) -> AbstractContextManager[None]:
         """Suspend prefaulting while this context lasts."""
@@ -173,7 +190,7 @@ class Snapshots:
         """
         if copies is None:
             return self._taken(files, None, storage)
-        hashed = self._hashed(files, copies)
+        hashed = self._hashed([_flattened(file) for file in files], copies)
         unchanged = [file for file in hashed if _is_unchanged(file, earlier.get(file.path))]
         if not unchanged:
             return self._taken(hashed, copies, storage)
@@ -191,11 +208,11 @@ class Snapshots:
                 self._warn_of_waiting(layout)
                 return None
             layout, copies = self._copied(layout)
-        is_straight = image is not None and image.is_registered
-        transfers = plan_transfers(layout.on_device, STRAIGHT if is_straight else 0)
+        straight = self._made_ready(image, layout)
+        transfers = plan_transfers(layout.on_device, STRAIGHT if straight is not None else 0)
         if fits:
             image = image or self.memory.take(layout.size)
-            snapshot = self._fetched(layout, transfers, image, copies, is_straight=is_straight)
+            snapshot = self._fetched(layout, transfers, image, copies, straight)
         elif any(transfer.is_live for transfer in transfers):  # a device had less room than it said
             copies.release()
             self._warn_of_waiting(layout)
@@ -204,6 +221,18 @@ class Snapshots:
             snapshot = self._streamed(layout, transfers, copies)
         copies.release_host()
         return snapshot
+
+    def _made_ready(self, image: Image | None, layout: SnapshotLayout) -> ReservedImage | None:
+        """The image, if the device writes to it itself, as soon as each part of it is ready."""
+        if not isinstance(image, ReservedImage) or (device := self._only_device(layout)) is None:
+            return None
+        image.make_ready(device, STRAIGHT)
+        return image if image.is_straight else None
+
+    def _only_device(self, layout: SnapshotLayout) -> Device | None:
+        sizes = layout.device_sizes
+        self.prepare_devices(sizes)
+        return self._devices[next(iter(sizes))] if len(sizes) == 1 else None
 
     def _hashed(self, files: list[FilePlan], copies: TensorCopies) -> list[FilePlan]:
         """The files with the hashes of their bytes, as far as devices can tell them."""
@@ -267,8 +296,7 @@ class Snapshots:
         transfers: list[Transfer],
         image: Image,
         copies: TensorCopies,
-        *,
-        is_straight: bool,
+        straight: ReservedImage | None,
     ) -> Snapshot:
         """A snapshot in host memory: what is live is there when this returns, copies come later."""
         arrival = Arrival([(transfer.start, transfer.size) for transfer in transfers])
@@ -283,13 +311,11 @@ class Snapshots:
                 fetching.close()  # waits for it
             copies.release_devices()
             image.release()
-            if isinstance(image, ReservedImage) and len(layout.device_sizes) == 1:
-                image.register(self._devices[next(iter(layout.device_sizes))], STRAIGHT)
 
         def fetch_copies() -> None:
             try:
-                if is_straight:
-                    self._fetcher.fetch_straight(copied, memory, arrival)
+                if straight is not None:
+                    self._fetcher.fetch_straight(copied, straight, memory, arrival)
                 else:
                     self._fetcher.fetch(copied, image, memory, arrival, BESIDE_TRAINING)
             except BaseException as error:  # raised where the files are read
@@ -350,9 +376,8 @@ class Snapshots:
         seconds = size / _BYTES_PER_SECOND
         if seconds > _NOTICED and all(self._devices[transfer.device].room is not None for _, transfer in live):
             self._warn_once(
-                f"beside training the device has no room for a copy of {format_size(size)} of the state's "
-                f"{format_size(total)}: training waits while these are copied to host memory, about {seconds:.1f} s at "
-                "every save.",
+                f"the device has no room to copy {format_size(size)} of the state's {format_size(total)}, so at every "
+                f"save training waits about {seconds:.1f} s while ckpt copies these to host memory.",
                 "device",
             )
 

@@ -264,6 +264,8 @@ def in_order(tensor: torch.Tensor) -> torch.Tensor:
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor in the order of the file; a copy if its memory has another."""
+    if tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous():  # as a staged copy is already
+        return tensor
     return as_bytes(in_order(tensor))
 
 

@@ -9,16 +9,15 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from ckpt.errors import MissingError
-from ckpt.export.card import curves
 from ckpt.formats.native.manifest import Manifest
 from ckpt.memory.statistics import Statistics, saving_of
 from ckpt.root.catalog import History, Index, Overview, PastSave
-from ckpt.root.verify import COMPLETE, DAMAGED, INTACT, REMOVED, Condition, condition
+from ckpt.root.verify import COMPLETE, INTACT, REMOVED, Condition, condition
 from ckpt.storage import open_storage
 from ckpt.util.option_values import settings
 from ckpt.util.svg_plot import Points
@@ -102,7 +101,11 @@ class RunFacts:
     @property
     def curves(self) -> dict[str, list[tuple[int, float]]]:
         """The values of each metric by step. Of checkpoints of the same step, the last one counts."""
-        return curves(save.summary for save in self.saves)
+        found: dict[str, dict[int, float]] = {}
+        for summary in sorted((save.summary for save in self.saves), key=lambda summary: summary.sequence):
+            for name, value in summary.metrics.items():
+                found.setdefault(name, {})[summary.step] = value
+        return {name: sorted(points.items()) for name, points in found.items()}
 
     @property
     def problems(self) -> list[tuple[str, str, str]]:
@@ -110,21 +113,11 @@ class RunFacts:
         found = [(save.name, save.state, "; ".join(save.problems)) for save in self.present if not save.is_sound]
         return [*found, *((one.name, one.state, one.problem) for one in self.unread)]
 
-    def with_damage(self, damage: Mapping[str, Sequence[str]]) -> RunFacts:
-        """The same, with what was found to be wrong, by name, when files were read: the sizes had been right."""
-        saves = (
-            replace(save, state=DAMAGED.lower(), problems=(*save.problems, *damage[save.name]))
-            if save.is_here and save.name in damage
-            else save
-            for save in self.saves
-        )
-        return replace(self, saves=tuple(saves))
-
 
 def gather(root: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> RunFacts:
     """The facts of the run below a root. Reads manifests and the sizes of files, no tensor."""
     storage = open_storage(root, **settings(options))
-    found = Overview.of(storage, known=Index())
+    found = Overview.of(storage, storage.list(), known=Index())
     manifests = [found.manifests[summary.name] for summary in reversed(found.committed)]
     if not manifests:
         raise MissingError(f"there are no checkpoints in {storage.url}.")

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from html import escape
-from typing import TYPE_CHECKING
 
 from ckpt.shown import markdown, shown
 from ckpt.tools.report.facts import (
@@ -29,9 +28,6 @@ from ckpt.tools.report.facts import (
 from ckpt.util.console import format_duration, format_number, format_size, utc_now
 from ckpt.util.svg_plot import HEIGHT, THEMED, Mark, Points, document, line_panel
 from ckpt.version import __version__
-
-if TYPE_CHECKING:
-    from ckpt.tools.report.changes import Changes
 
 _UNKNOWN = "-"
 _LEVELS = "▁▂▃▄▅▆▇█"
@@ -80,29 +76,27 @@ class Curve:
 Block = Table | Lines | Curve
 
 
-def page(facts: RunFacts, changes: Changes | None, modes: Mapping[str, str], *, as_html: bool) -> str:
-    """The page. `changes`: as `measure_changes` returns them, or none. `modes`: "min" or "max" by metric."""
-    facts = facts.with_damage(changes.damage if changes is not None else {})
-    sections = [(title, blocks) for title, blocks in _sections(facts, changes, modes) if blocks]
+def page(facts: RunFacts, modes: Mapping[str, str], *, as_html: bool) -> str:
+    """The page. `modes`: "min" or "max" by metric."""
+    sections = [(title, blocks) for title, blocks in _sections(facts, modes) if blocks]
     return _html(facts.url, sections) if as_html else _markdown(facts.url, sections)
 
 
-def _sections(facts: RunFacts, changes: Changes | None, modes: Mapping[str, str]) -> Iterator[tuple[str, list[Block]]]:
+def _sections(facts: RunFacts, modes: Mapping[str, str]) -> Iterator[tuple[str, list[Block]]]:
     best = {name: best_of(name, points, modes) for name, points in facts.curves.items()}
     found = attempts(facts.saves)
-    yield "", [Table(("", ""), list(_summary(facts, found, changes)))]
+    yield "", [Table(("", ""), list(_summary(facts, found)))]
     curves = [Curve(name, points, best[name]) for name, points in facts.curves.items()]
     yield "Metrics", [Table(_METRICS, [_metric_row(curve) for curve in curves]), *curves] if curves else []
     waited = [(save.step, save.waited) for save in facts.saves if save.waited is not None]
     sizes = [(save.step, save.summary.size / 1e6) for save in facts.saves]
     yield "Saves", [Curve("training waited, in s", waited), Curve("size, in MB", sizes)] if waited else []
     yield "Restarts", [Lines([_attempt_lines(attempt, number) for number, attempt in enumerate(found)])]
-    yield "Health", _health(facts, changes)
-    yield "Change of each module", _changes(changes)
+    yield "Health", _health(facts)
     yield "Checkpoints", [_checkpoints(facts, best)]
 
 
-def _summary(facts: RunFacts, found: Sequence[Attempt], changes: Changes | None) -> Iterator[Sequence[Cell | str]]:
+def _summary(facts: RunFacts, found: Sequence[Attempt]) -> Iterator[Sequence[Cell | str]]:
     first, last, newest = facts.saves[0].summary, facts.saves[-1].summary, facts.newest
     span = (datetime.fromisoformat(last.created) - datetime.fromisoformat(first.created)).total_seconds()
     waited, durable = (found or [0.0] for found in waits(facts.saves))
@@ -122,8 +116,8 @@ def _summary(facts: RunFacts, found: Sequence[Attempt], changes: Changes | None)
     fallbacks = sum(attempt.is_fallback for attempt in again)
     yield "restarts", f"{len(again)}" + (f", {fallbacks} passed over a checkpoint" if fallbacks else "")
     wrong = len(facts.problems)
-    read = "by the sizes of files" + (", and by the models that were read" if changes is not None else "")
-    yield "health", Cell(f"{f'{wrong:,} with problems' if wrong else 'complete'}, {read}", kind="bad" if wrong else "")
+    health = f"{wrong:,} with problems" if wrong else "complete"
+    yield "health", Cell(f"{health}, by the sizes of files", kind="bad" if wrong else "")
     ranks = f"{newest.world_size} ranks" if newest.world_size > 1 else "one process"
     yield "saved by", ", ".join(filter(None, [ranks, f"{newest.layout} layout", newest.hardware]))
     if newest.origin:
@@ -168,7 +162,7 @@ def _attempt_lines(attempt: Attempt, number: int) -> tuple[str, list[str]]:
     return f"{title}: from {load.name} (step {load.step:,}{where}){how}, saved {saved}", skipped + more
 
 
-def _health(facts: RunFacts, changes: Changes | None) -> list[Block]:
+def _health(facts: RunFacts) -> list[Block]:
     problems = [(name, Cell(state, kind="bad"), why) for name, state, why in facts.problems]
     blocks: list[Block] = [Table(("checkpoint", "state", "problem"), problems)] if problems else []
     remarks = list(_remarks(facts))
@@ -188,31 +182,6 @@ def _remarks(facts: RunFacts) -> Iterator[str]:
         yield f"{save.name} came after {before.name}: the steps between were trained twice"
     if facts.forgotten:
         yield f"{facts.forgotten:,} older saves are not known any more"
-
-
-def _changes(changes: Changes | None) -> list[Block]:
-    """A row for each module, a column for each pair of checkpoints, darker where it changed more."""
-    if changes is None:
-        return []
-    from ckpt.tools.report.changes import Shades, described, not_compared, percent
-
-    shades = Shades(changes)
-    low, high = map(percent, shades.ends)
-    notes = [
-        f"RMS of the difference over RMS of what was before, on one logarithmic scale from {low} to {high}",
-        *(f"{step.older.name} to {step.newer.name}: {why}" for step, why in not_compared(changes)),
-    ]
-    if changes.left_out:
-        notes.append(f"{changes.left_out:,} checkpoints between these were left out")
-    if changes.hidden:
-        notes.append(f"{changes.hidden:,} more modules have no row")
-    if not changes.modules:
-        return [Lines.of("there are no two checkpoints with a model that could be compared", *notes[1:])]
-    rows: list[list[Cell | str]] = []
-    for module in changes.modules:
-        cells = [step.cells.get(module) for step in changes.steps]
-        rows.append([module, *(Cell(described(cell), kind=shades.of(cell)) for cell in cells)])
-    return [Table(("module", *(f"to step {step.newer.step:,}" for step in changes.steps)), rows), Lines.of(*notes)]
 
 
 def _checkpoints(facts: RunFacts, best: Mapping[str, Best | None]) -> Table:
@@ -289,26 +258,22 @@ def _cell(cell: Cell | str) -> Cell:
 # -- HTML -------------------------------------------------------------------------------------------------------------
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-_HEAT = "".join(  # paler to darker, of the colour of lines
-    f".heat-{shade}{{background:color-mix(in srgb,var(--line) {12 * (shade + 1)}%,var(--surface))}}"
-    for shade in range(8)
-)
-_STYLE = f"""
-:root{{color-scheme:light dark;--page:#f5f6f8;--surface:#fff;--ink:#1b2230;--muted:#5a6473;--grid:#e2e6eb;
---line:#2a5fae;--second:#b4490f;--third:#79b39c;--bad:#b3261e}}
-@media (prefers-color-scheme:dark){{:root{{--page:#11141a;--surface:#191e26;--ink:#e5e8ed;--muted:#9ca6b4;
---grid:#2d3540;--line:#79a8ee;--second:#ef9a5b;--third:#3d8069;--bad:#ff9089}}}}
-body{{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,sans-serif}}
-main{{max-width:66rem;margin:0 auto;padding:1.5rem 1rem 3rem}}
-h1,td,li{{overflow-wrap:anywhere}}h1{{font-size:1.5rem}}h2{{font-size:1.1rem}}footer,.gone{{color:var(--muted)}}
-section{{background:var(--surface);border:1px solid var(--grid);border-radius:10px;padding:1rem;margin:1rem 0}}
-.box{{overflow:auto;max-width:100%;max-height:34rem}}svg{{max-width:100%;height:auto}}
-table{{border-collapse:collapse;font-size:.88rem;font-variant-numeric:tabular-nums}}
-th,td{{padding:.35rem .7rem;text-align:left;vertical-align:top;border-bottom:1px solid var(--grid);min-width:4rem}}
-th{{color:var(--muted);background:var(--surface);position:sticky;top:0}}
-.bad{{color:var(--bad);font-weight:600}}.best{{color:var(--second);font-weight:600}}
-{_HEAT}
-@media print{{.box{{overflow:visible;max-height:none}}section{{border:none;padding:0}}}}
+_STYLE = """
+:root{color-scheme:light dark;--page:#f5f6f8;--surface:#fff;--ink:#1b2230;--muted:#5a6473;--grid:#e2e6eb;
+--line:#2a5fae;--second:#b4490f;--third:#79b39c;--bad:#b3261e}
+@media (prefers-color-scheme:dark){:root{--page:#11141a;--surface:#191e26;--ink:#e5e8ed;--muted:#9ca6b4;
+--grid:#2d3540;--line:#79a8ee;--second:#ef9a5b;--third:#3d8069;--bad:#ff9089}}
+body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
+main{max-width:66rem;margin:0 auto;padding:1.5rem 1rem 3rem}
+h1,td,li{overflow-wrap:anywhere}h1{font-size:1.5rem}h2{font-size:1.1rem}footer,.gone{color:var(--muted)}
+section{background:var(--surface);border:1px solid var(--grid);border-radius:10px;padding:1rem;margin:1rem 0}
+.box{overflow:auto;max-width:100%;max-height:34rem}svg{max-width:100%;height:auto}
+table{border-collapse:collapse;font-size:.88rem;font-variant-numeric:tabular-nums}
+th,td{padding:.35rem .7rem;text-align:left;vertical-align:top;border-bottom:1px solid var(--grid);min-width:4rem}
+th{color:var(--muted);background:var(--surface);position:sticky;top:0}
+.bad{color:var(--bad);font-weight:600}.best{color:var(--second);font-weight:600}
+
+@media print{.box{overflow:visible;max-height:none}section{border:none;padding:0}}
 """
 
 
