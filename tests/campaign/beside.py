@@ -18,7 +18,7 @@ _SAVES = 25
 
 def beside(tool: str, trial: Trial) -> None:
     """A run saves as fast as it can, and the tool works on its root again and again until it is done."""
-    wait, naming = trial.index % 2 == 0, NAMINGS[trial.index // 2 % 2]
+    wait, naming = trial.index % 2 == 0, NAMINGS[trial.index // 2 % 3]
     trial.scenario = f"{tool} beside {'waiting' if wait else 'background'} saves, {naming}"
     run = trial.start(kills.saving, 0, str(trial.root), "one", naming, wait, _SAVES)
     run.hear("durable 1")

@@ -15,7 +15,7 @@ from tests.campaign import kills
 from tests.campaign.calls import Call, Shim, parse
 from tests.campaign.children import Child, Voice
 from tests.campaign.training import Training
-from tests.campaign.trials import Trial, name_for, options, save_steps
+from tests.campaign.trials import AMENDED, SAME, Steps, Trial, options, save_steps
 from tests.campaign.verdicts import BROKEN, LOST, STUCK, WRONG, Failure, Found
 
 
@@ -36,6 +36,7 @@ SAVES = (
     Scenario("first save", steps=0),
     Scenario("next save, an old one goes"),
     Scenario("save over the same name", naming="same name"),
+    Scenario("end of an epoch, its last step is amended", naming=AMENDED),
     Scenario("background save", wait=False),
     Scenario("save of several blocks", large=True),
 )
@@ -43,6 +44,7 @@ RESUMES = (
     Scenario("resume", resumes=True),
     Scenario("resume after a cut-off save", resumes=True, leftovers=True),
     Scenario("resume after a cut-off replacement", resumes=True, naming="same name", leftovers=True),
+    Scenario("resume after a cut-off amendment", resumes=True, naming=AMENDED, leftovers=True),
     Scenario("resume of several blocks", resumes=True, large=True),
 )
 
@@ -174,11 +176,11 @@ def _save(voice: Voice, root: str, scenario: Scenario, number: int, fault: str) 
     with training.manager(root, **options(scenario.naming, wait=scenario.wait)) as manager:
         restored = manager.resume()
         voice.tell(f"durable {restored.step if restored else 0}")
-        step = training.advance()
-        manager.step()
+        steps = Steps(training, manager, scenario.naming)
+        step = steps.train()
         shim.arm(number, fault)
         try:
-            name = manager.save_state(name_for(scenario.naming))
+            name = steps.save()
             manager.wait()
         except CkptError as error:
             shim.disarm()
@@ -190,7 +192,8 @@ def _save(voice: Voice, root: str, scenario: Scenario, number: int, fault: str) 
         voice.tell(f"tried {name}")
         voice.heed()
         voice.tell("saving again")
-        manager.save_state(name_for(scenario.naming), wait=True)  # under the name of the one that failed
+        # under the name of the save that failed
+        manager.save_state(SAME if scenario.naming == "same name" else None, wait=True)
         voice.tell(f"durable {step}")
 
 
@@ -224,11 +227,11 @@ def _resume(voice: Voice, root: str, scenario: Scenario, number: int, fault: str
     training = Training(large=scenario.large)
     with training.manager(root, **options(scenario.naming, wait=True)) as manager:
         restored = manager.resume()
-        step = training.advance()
-        manager.step()
+        steps = Steps(training, manager, scenario.naming)
+        step = steps.train()
         voice.tell(f"resumed {restored.step if restored else 0}")
         voice.tell("saving again")
-        manager.save_state(name_for(scenario.naming))
+        steps.save()
         voice.tell(f"durable {step}")
 
 
@@ -252,10 +255,10 @@ def _dry_run(voice: Voice, scratch: str, scenario: Scenario) -> None:
         return
     with training.manager(root, **options(scenario.naming, wait=scenario.wait)) as manager:
         manager.resume()
-        training.advance()
-        manager.step()
+        steps = Steps(training, manager, scenario.naming)
+        steps.train()
         shim.list_to(listing)
         shim.arm(0, "")
-        manager.save_state(name_for(scenario.naming))
+        steps.save()
         manager.wait()
         shim.disarm()

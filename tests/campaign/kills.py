@@ -9,7 +9,7 @@ from tests.campaign.calls import Call, Shim
 from tests.campaign.children import Voice
 from tests.campaign.jobs import Job
 from tests.campaign.training import Training
-from tests.campaign.trials import NAMINGS, Trial, name_for, options, save_every_step
+from tests.campaign.trials import NAMINGS, Steps, Trial, options, save_every_step
 from tests.campaign.verdicts import STUCK, Ended, Found
 
 _MOST = 400  # saves: far more than there is time for
@@ -31,7 +31,7 @@ def saving(voice: Voice, rank: int, root: str, spread: str, naming: str, wait: b
 
 def at_random(spread: str, trial: Trial) -> None:
     """Kill a run, and a second one that has resumed from what the first left."""
-    wait, naming = (trial.index % 2 == 0), NAMINGS[trial.index // 2 % 2]
+    wait, naming = (trial.index % 2 == 0), NAMINGS[trial.index // 2 % 3]
     trial.scenario = f"{spread}, {'wait' if wait else 'background'}, {naming}"
     durable = 0
     for _ in range(2):
@@ -77,9 +77,9 @@ def killed_at(voice: Voice, root: str, naming: str, number: int) -> None:
     with training.manager(root, **options(naming, wait=True)) as manager:
         restored = manager.resume()
         voice.tell(f"durable {restored.step if restored else 0}")
-        step = training.advance()
-        manager.step()
+        steps = Steps(training, manager, naming)
+        step = steps.train()
         shim.arm(number, "SIGKILL")
-        manager.save_state(name_for(naming))
+        steps.save()
         shim.disarm()
         voice.tell(f"durable {step}")

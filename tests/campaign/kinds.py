@@ -101,7 +101,7 @@ def prepare(names: set[str], seed: int, folder: Path, trial: Trial) -> Prepared:
     def run(function: Callable[..., object], *args: object, **options: object) -> Child:
         return trial.start(functools.partial(function, **options), *args)
 
-    scenarios = {"save-call": SAVES, "resume-call": RESUMES, "kill-call": SAVES[:3]}
+    scenarios = {"save-call": SAVES, "resume-call": RESUMES, "kill-call": SAVES[:4]}
     for kind, needed in scenarios.items():
         for scenario in needed if kind in names else ():
             if scenario not in prepared.calls:

@@ -11,7 +11,7 @@ from tests.campaign.calls import Shim
 from tests.campaign.children import Child, Voice
 from tests.campaign.jobs import STORES, WORLD, Job
 from tests.campaign.training import Training
-from tests.campaign.trials import NAMINGS, Trial, name_for, options, save_every_step
+from tests.campaign.trials import NAMINGS, Steps, Trial, options, save_every_step
 from tests.campaign.verdicts import STUCK, UNCLEAR, WRONG, Ended, Failure, Found
 
 TIMEOUT = 5.0  # what the manager is told
@@ -85,15 +85,15 @@ def _struck(
     training = Training(spread, rank=rank)
     with training.manager(root, **options(naming, wait=wait)) as manager:
         manager.resume()
+        steps = Steps(training, manager, naming)
         for step in (1, 2, 3):
-            training.advance()
-            manager.step()
+            steps.train()
             if step == 2 and rank == struck:
                 shim.arm(number, fault)
             if step == 3:
                 voice.tell("again")
             try:
-                manager.save_state(name_for(naming))
+                steps.save()
                 manager.wait()
                 voice.tell(f"durable {step}")
             except CkptError as error:

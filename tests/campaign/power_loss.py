@@ -11,7 +11,7 @@ from tests.campaign.calls import Shim
 from tests.campaign.children import Voice
 from tests.campaign.crashed_disk import Disk, Record, read_trace
 from tests.campaign.jobs import Job
-from tests.campaign.trials import Trial
+from tests.campaign.trials import NAMINGS, Trial
 from tests.campaign.verdicts import BROKEN, Ended, Found
 
 _SAVES = 5
@@ -31,10 +31,7 @@ class Recorded:
 
 
 RUNS = tuple(
-    Recorded(spread, naming, wait)
-    for spread in ("one", "fsdp")
-    for naming in ("keep", "same name")
-    for wait in (True, False)
+    Recorded(spread, naming, wait) for spread in ("one", "fsdp") for naming in NAMINGS for wait in (True, False)
 )
 
 

@@ -15,7 +15,7 @@ from ckpt.errors import CkptError
 from tests.campaign.children import Voice
 from tests.campaign.jobs import Job
 from tests.campaign.training import SPREADS, Training
-from tests.campaign.trials import NAMINGS, Trial, name_for, options, save_every_step
+from tests.campaign.trials import NAMINGS, Steps, Trial, options, save_every_step
 from tests.campaign.verdicts import HANG, LOST, STUCK, UNCLEAR, WRONG, Ended, Failure, Found
 
 _TERMINATED = 128 + signal.SIGTERM
@@ -125,22 +125,22 @@ def _forking(voice: Voice, root: str, naming: str, wait: bool, what: str, delay:
     training = Training()
     with training.manager(root, **options(naming, wait=wait)) as manager:
         manager.resume()
+        steps = Steps(training, manager, naming)
         for number in range(6):
-            step = training.advance()
-            manager.step()
-            manager.save_state(name_for(naming))
+            step = steps.train()
+            steps.save()
             if number == 3:
                 time.sleep(delay)
                 child = os.fork()
                 if not child:
-                    _in_child(voice, manager, training, naming, what)
+                    _in_child(voice, manager, steps, what)
             voice.tell(f"durable {step if wait else step - 1}")
         manager.wait()
         voice.tell(f"durable {step}")
         _reap(voice, child)
 
 
-def _in_child(voice: Voice, manager: Any, training: Training, naming: str, what: str) -> None:
+def _in_child(voice: Voice, manager: Any, steps: Steps, what: str) -> None:
     """Never returns. Refusing is as good as doing it: the run belongs to the parent."""
     try:
         if what == "leaves the context":
@@ -148,9 +148,8 @@ def _in_child(voice: Voice, manager: Any, training: Training, naming: str, what:
         elif what == "saves":
             manager.save_state("of-a-child", wait=True)
         elif what == "trains on":
-            training.advance()
-            manager.step()
-            manager.save_state(name_for(naming))
+            steps.train()
+            steps.save()
             manager.wait()
     except CkptError:
         pass

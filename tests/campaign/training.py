@@ -25,6 +25,7 @@ class _Net(nn.Module):
         self.second = nn.Linear(16, 8)
         self.frozen.weight.requires_grad_(False)
         self.register_buffer("steps", torch.zeros(3, dtype=torch.int64))
+        self.register_buffer("epochs", torch.zeros(3, dtype=torch.int64))
         for number, parameter in enumerate(self.parameters()):  # no two elements of a tensor are equal
             pattern = torch.arange(parameter.numel(), dtype=torch.float32).reshape(parameter.shape)
             parameter.data.copy_(pattern + _FAR * number)
@@ -51,6 +52,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.trained, lr=1.0, momentum=0.0)
         self.scheduler = torch.optim.lr_scheduler.ConstantLR(self.optimizer, factor=1.0)
         self.counter = Counter()
+        self.epochs = Counter()  # ended after a step was saved, so that its checkpoint is amended
 
     def _spread(self, spread: str) -> nn.Module:
         if spread == "ddp":
@@ -70,7 +72,7 @@ class Training:
             scheduler=self.scheduler,
             **options,
         )
-        manager.register(counter=self.counter)
+        manager.register(counter=self.counter, epochs=self.epochs)
         return manager
 
     def advance(self) -> int:
@@ -86,6 +88,11 @@ class Training:
         torch.manual_seed(self._seed(self.counter.count))
         return self.counter.count
 
+    def end_epoch(self) -> None:
+        """What follows the last step of an epoch, and the save of that step: the model and a counter change."""
+        self.epochs.count += 1
+        self.net.get_buffer("epochs").add_(1)
+
     def _seed(self, step: int) -> int:
         return step * 16 + self.rank
 
@@ -96,6 +103,9 @@ class Training:
         wrong = [f"{what} says step {found}, not {step}" for what, found in says.items() if found != step]
         if not torch.equal(self.net.get_buffer("steps"), torch.full((3,), step)):
             wrong.append(f"the buffer is {self.net.get_buffer('steps').tolist()}, not {step}")
+        ends = self.net.get_buffer("epochs").tolist()
+        if ends != 3 * [self.epochs.count]:
+            wrong.append(f"the model has seen {ends} epochs end, and the counter {self.epochs.count}")
         if not torch.equal(self.base.weight, torch.full((512, 512), 7.0)):
             wrong.append("the frozen model is another")
         for name, parameter in self.net.named_parameters():

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt import Keep, RankOptions, SaveOptions, StateManager, list_checkpoints, verify
+from ckpt import Every, Keep, RankOptions, SaveOptions, StateManager, list_checkpoints, verify
+from ckpt.errors import CkptError
+from ckpt.formats.checkpoint_name import name_of_step
 from tests.campaign.children import DEADLINE, Child, Voice
 from tests.campaign.training import Training
 from tests.campaign.verdicts import FRESH, LOST, STUCK, WRONG, Ended, Found
 
 SAME = "latest"
-NAMINGS = ("keep", "same name")
+AMENDED = "end of an epoch"  # it amends the checkpoint of the epoch's last step
+_EPOCHS = 1_000_000
+NAMINGS = ("keep", "same name", AMENDED)
 
 
 @dataclass
@@ -89,12 +93,42 @@ class Trial:
 
 
 def options(naming: str, *, wait: bool, last: int = 2) -> dict[str, Any]:
-    keep = Keep(last=last) if naming == "keep" else None
-    return {"keep": keep, "saving": SaveOptions(background=not wait), "ranks": RankOptions(timeout=30.0)}
+    keep = Keep(last=last) if naming != "same name" else None
+    more: dict[str, Any] = {"save_every": Every(epoch_end=True)} if naming == AMENDED else {}
+    return {"keep": keep, "saving": SaveOptions(background=not wait), "ranks": RankOptions(timeout=30.0), **more}
 
 
-def name_for(naming: str) -> str | None:
-    return SAME if naming == "same name" else None
+class Steps:
+    """The steps of a run, each saved in one way: under its own name, always under the same one, or, when its epoch has
+    ended, once more, so that its checkpoint is amended."""
+
+    def __init__(self, training: Training, manager: StateManager, naming: str) -> None:
+        self._training, self._manager, self._naming = training, manager, naming
+        self._epochs: Iterator[int] | None = None
+        if naming == AMENDED:
+            self._epochs = manager.epochs(_EPOCHS)
+            next(self._epochs)
+
+    def train(self) -> int:
+        """Everything of a step but the save of `save`. Returns the step."""
+        step = self._training.advance()
+        self._manager.step()
+        if self._naming == AMENDED:
+            self._manager.save_state()
+            self._training.end_epoch()
+        return step
+
+    def save(self) -> str | None:
+        """Save the step. Returns what its checkpoint is called."""
+        if self._epochs is None:
+            return self._manager.save_state(SAME if self._naming == "same name" else None)
+        try:
+            next(self._epochs)
+        except CkptError:  # a generator that has raised is at its end
+            self._epochs = self._manager.epochs(_EPOCHS)
+            next(self._epochs)
+            raise
+        return name_of_step(self._training.counter.count)
 
 
 def save_every_step(voice: Voice, training: Training, manager: StateManager, naming: str, wait: bool, most: int) -> int:
@@ -102,24 +136,23 @@ def save_every_step(voice: Voice, training: Training, manager: StateManager, nam
 
     Returns the last step.
     """
-    step = 0
+    step, steps = 0, Steps(training, manager, naming)
     for _ in range(most):
-        step = training.advance()
-        manager.step()
-        manager.save_state(name_for(naming))
+        step = steps.train()
+        steps.save()
         voice.tell(f"durable {step if wait else step - 1}")
     return step
 
 
-def save_steps(voice: Voice, root: str, naming: str, steps: int, *, large: bool = False, wait: bool = True) -> None:
+def save_steps(voice: Voice, root: str, naming: str, count: int, *, large: bool = False, wait: bool = True) -> None:
     """Resume, make some steps with a save each, and report what is durable."""
     training = Training(large=large)
     with training.manager(root, **options(naming, wait=wait)) as manager:
         manager.resume()
-        for _ in range(steps):
-            step = training.advance()
-            manager.step()
-            manager.save_state(name_for(naming))
+        steps = Steps(training, manager, naming)
+        for _ in range(count):
+            step = steps.train()
+            steps.save()
             if wait:
                 voice.tell(f"durable {step}")
         manager.wait()
@@ -137,9 +170,9 @@ def _resume(voice: Voice, root: str, naming: str, untouched: bool, large: bool) 
             found = {"step": restored.step, "wrong": wrong + damaged, "passed_over": dict(restored.passed_over)}
         if not found["wrong"]:
             voice.tell("saving")
-            training.advance()
-            manager.step()
-            manager.save_state(name_for(naming))
+            steps = Steps(training, manager, naming)
+            steps.train()
+            steps.save()
             found["wrong"] += _afterwards(root, manager.progress.step, untouched=untouched, large=large)
     return found
 
