@@ -1,7 +1,7 @@
 """Everything that ckpt raises on purpose.
 
 CkptError
-├── ConfigError            ckpt can't use an option, a name or a URL (also a ValueError)
+├── ConfigError            An option, a name or a URL is invalid (also a ValueError)
 │   └── SchemeError        ckpt has no storage for the scheme of a URL
 ├── StateError             the live objects and a checkpoint don't fit together
 │   ├── UnsupportedError   a checkpoint can't hold a value
@@ -39,7 +39,7 @@ class CkptError(Exception):
 
 
 class ConfigError(CkptError, ValueError):
-    """ckpt can't use an option, a name or a URL."""
+    """An option, a name or a URL is invalid."""
 
 
 class SchemeError(ConfigError):

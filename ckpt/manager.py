@@ -364,7 +364,7 @@ class StateManager:
         return restored
 
     def fingerprint(self) -> dict[str, str]:
-        """Return a hash of each part of the current state, 128 bits in hexadecimal, by the part's name.
+        """Return a dict from the name of each part of the current state to its hash: 128 bits in hexadecimal.
 
         If two runs have the same fingerprints at a step, they have been the same up to that step, bit for bit: log the
         fingerprints, or compare them in a test of your training loop. `"rng"` stands for this rank's random generators,

@@ -39,7 +39,7 @@ def demo(root: str, steps: int) -> None:
     """Train a small model, kill the training in the middle of a save, resume it, and compare.
 
     The demo trains on the CPU, once straight through and once killed and resumed. This takes half a minute. The command
-    exits with status 1 unless both runs end bit for bit the same.
+    exits with status 1 unless both runs end with the same state, bit for bit.
     """
     if not Demo(os.path.normpath(root) if "://" not in root else root, steps).run():
         raise click.exceptions.Exit(1)

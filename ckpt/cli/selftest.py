@@ -14,7 +14,7 @@ import click
     default=1,
     show_default=True,
     type=click.IntRange(min=1),
-    help="The number of ranks, which torchrun starts.",
+    help="The number of ranks to start with torchrun.",
 )
 @click.option(
     "--kills", default=3, show_default=True, type=click.IntRange(min=1), help="The number of times to kill the script."

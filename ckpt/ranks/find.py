@@ -53,7 +53,8 @@ def require_process_group(*, reads_only: bool) -> None:
         ways += ", with the rank and the number of processes that the launcher has set, or start them with torchrun"
     raise RanksError(
         f"this is a job of {job.size} processes, started by {job.launcher} ({job.variable}={job.size}), but without a "
-        f"process group, so each process would write its own checkpoints. If all train one model together, {ways}. "
+        "process group, so each process would write its own checkpoints. If all processes train one model together, "
+        f"{ways}. "
         "If each process trains its own model, give each its own root and ranks=ckpt.RankOptions(alone=True)."
     )
 

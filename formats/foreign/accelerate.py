@@ -179,7 +179,7 @@ def _check_numbers(where: str, kind: str, numbered: Mapping[int, list[str]]) -> 
         there = ", ".join(paths[0] for paths in numbered.values())
         raise DamagedError(
             f"{where} is damaged: {there} is there, but {kind} number {', '.join(map(str, missing))} is missing. Copy "
-            "the files of every rank there."
+            "every rank's files into that folder."
         )
     for paths in numbered.values():
         if len({path.partition("/")[0] for path in paths}) > 1:

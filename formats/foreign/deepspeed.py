@@ -392,7 +392,7 @@ def _torch_state(found: Any, where: str) -> Mapping[str, Any]:
     if isinstance(found, dict) and {"state", "param_groups"} <= found.keys():
         return found
     kind = "an elastic checkpoint" if isinstance(found, list) else "an optimizer in DeepSpeed's own format"
-    raise UnsupportedError(f"{where} has {kind}, without 'state' and 'param_groups', so ckpt can't read it. {_WAY_OUT}")
+    raise UnsupportedError(f"{where} has {kind}, which ckpt can't read. {_WAY_OUT}")
 
 
 def _groups_of(listed: Sequence[Mapping[str, Any]], count: int, where: str) -> list[int]:

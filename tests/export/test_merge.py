@@ -129,7 +129,7 @@ class TestAccelerate:
 
     def test_a_missing_file_of_a_rank_is_named(self, accelerate_folder: Place, root: Place) -> None:
         (accelerate_folder / ACCELERATE / "__1_0.distcp").unlink()
-        with pytest.raises(ckpt.DamagedError, match=r"__1_0\.distcp is missing\. Copy the files of every rank there"):
+        with pytest.raises(ckpt.DamagedError, match=r"__1_0\.distcp is missing\. Copy every rank's files"):
             ckpt.merge(accelerate_folder, root / "model.safetensors")
         assert not (root / "model.safetensors").exists()
 
