@@ -11,6 +11,7 @@ import ast
 import inspect
 import io
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -286,7 +287,7 @@ def crossed() -> dict[str, dict[str, set[str]]]:
     for name, calls in json.loads(run(_CROSSED)).items():
         modules = found.setdefault(name, {})
         for path, function in calls:
-            if (module := str(Path(path).resolve().relative_to(HOME))).startswith(PACKAGES):
+            if (module := os.path.relpath(os.path.realpath(path), HOME)).startswith(PACKAGES):
                 modules.setdefault(module, set()).add(function)
     return found
 

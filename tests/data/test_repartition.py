@@ -175,6 +175,7 @@ def test_an_order_that_is_not_repeated_is_named_also_when_the_batches_are_others
     def make(batch: int) -> Iterable[Any]:
         return DataLoader(Numbers(), batch, sampler=LazySampler())
 
+    random.seed(1)  # of 200 seeds, one draws the same order by chance
     _go(f"{anywhere}/run", make(4), stop=3)
     _, told = _go(f"{anywhere}/run", make(2))
     assert "another order" in told["data order"]
