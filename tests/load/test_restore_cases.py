@@ -478,7 +478,10 @@ class TestWhatFits:
         found, notes = rewound(1, 3, 2)
         assert torch.equal(found, expected)
         assert notes.approximated == {"rng": "saved by 2 ranks, resumed by 3: ranks 2 to 2 are new and seeded"}
-        assert not torch.equal(rewound(2, 3, 2)[0], expected)
+        rng.derive(state, 2)
+        derived = torch.rand(2)
+        assert torch.equal(rewound(2, 3, 2)[0], derived)
+        assert not torch.equal(derived, expected)
         assert rewound(0, 1, 4)[1].approximated["rng"].endswith("resumed by 1: ranks 1 to 3 are gone")
         torch.manual_seed(77)
         untouched = torch.rand(2)
@@ -509,6 +512,55 @@ class TestWhatFits:
             assert restore._own_parts(reader, request, notes) == {}
             assert [name.partition(" (")[0] for name in notes.skipped] == skipped
 
+    def test_what_is_each_ranks_own_is_loaded_kept_divided_anew_or_missed(self) -> None:
+        class Own:
+            def __init__(self, *, keeps: bool = False, others: tuple[str, ...] = ()) -> None:
+                self.for_any_ranks, self.others = keeps, others
+                self.told: list[tuple[str, bool]] = []
+
+            def missed(self, why: str, notes: Notes, *, strict: bool) -> None:
+                assert isinstance(notes, Notes)
+                self.told.append((why, strict))
+
+            def of_other_ranks(self, saved_by: int) -> dict[str, Any]:
+                return {f"zero-{rank:05}": self for rank in range(saved_by) if f"zero-{rank:05}" in self.others}
+
+        def kept(saved_by: int, rank: int, size: int, part: Own, **of: Any) -> tuple[list[str], Notes]:
+            hooks: dict[str, Any] = of.pop("hooks", {})
+            manifest: Any = SimpleNamespace(world_size=saved_by, origin=None, hosts=(), **of)
+            own = {f"zero-{rank:05}": part}
+            registry = SimpleNamespace(own_parts_to_load=lambda rank, saved: own, hooks=lambda rank: hooks, parts={})
+            reader: Any = SimpleNamespace(manifest=manifest, own=dict.fromkeys(own), parts=(), tree={}.get)
+            reader.read_own = lambda keys, saved_by: reader.own.update(dict.fromkeys(keys))
+            request: Any = SimpleNamespace(
+                ranks=SimpleNamespace(world_size=size, rank=rank), registry=registry, strict=True
+            )
+            notes = Notes()
+            return list(restore._own_parts(reader, request, notes)), notes
+
+        why = "saved by another number of ranks (2, and there are 3 here)"
+        part, hooks = Own(), Own()
+        assert kept(2, 1, 2, part, hooks={"hooks-00001": hooks}) == (["zero-00001"], Notes())
+        assert (part.told, hooks.told) == ([], [("the checkpoint has no state of theirs", True)])
+        hooks = Own()
+        assert kept(2, 1, 2, part, hooks={"zero-00001": hooks}) == (["zero-00001"], Notes())
+        assert hooks.told == []
+        assert kept(2, 1, 3, part) == ([], Notes())
+        assert part.told == [(why, True)]
+        stays = Own(keeps=True)
+        found, notes = kept(2, 1, 3, stays)
+        assert (found, stays.told) == (["zero-00001"], [])
+        assert notes.approximated == {
+            "zero": "saved by 2 ranks, resumed by 3: ranks 2 to 2 are new and keep the state that they have"
+        }
+        for new in (2, 3):
+            stays = Own(keeps=True)
+            assert kept(2, new, 4, stays)[0] == []
+            assert len(stays.told) == 1
+        divided = Own(others=("zero-00000", "zero-00001"))
+        assert kept(2, 0, 3, divided) == (["zero-00000", "zero-00001"], Notes())
+        assert divided.told == []
+
     def test_why_a_checkpoint_has_nothing_of_a_ranks_own(self) -> None:
         base = Manifest(name="a", id="i", sequence=1, created=MOMENT, run="r", files=(), world_size=2)
         two, three = SimpleNamespace(world_size=2), SimpleNamespace(world_size=3)
@@ -522,6 +574,150 @@ class TestWhatFits:
         one, two = Layout((4,), (0, 1, 2, 3), ("S0",)), Layout((2, 2), (0, 1, 2, 3), ("R", "S1"))
         assert restore._layout_text(frozenset()) == "whole"
         assert restore._layout_text(frozenset({one, two})) == "2x2 ranks: R,S1; 4 ranks: S0"
+
+
+class TestOneRestoration:
+    @pytest.fixture
+    def manager(self, tmp_path: Path) -> Iterator[ckpt.StateManager]:
+        with ckpt.StateManager(tmp_path, model=nn.Linear(2, 2)) as manager:
+            manager.save_state("a", wait=True)
+            yield manager
+
+    def restoring(self, names: list[dict[str, Any]], then: list[dict[str, Any]], **more: Any) -> tuple[Any, list[Any]]:
+        """Of a registry whose parts are these when it is refreshed, and those when the objects are found."""
+        registry: Any = SimpleNamespace(parts={})
+        fitted: list[Any] = []
+
+        def refresh() -> None:
+            registry.parts = names.pop(0)
+
+        def find_objects(candidate: Any) -> None:
+            registry.parts = then.pop(0)
+
+        class Noted(restore.Restoring):
+            def _fitted(self, candidate: Any, everywhere: Any) -> dict[str, Any]:
+                fitted.append((candidate.manifest.name, everywhere))
+                self._checked = SimpleNamespace(read=lambda *given: fitted.append(given))  # type: ignore[assignment]
+                return {"reads": None}
+
+        request: Any = SimpleNamespace(ranks=SingleProcess(), registry=registry)
+        return Noted(request, refresh=refresh, find_objects=find_objects, **more), fitted
+
+    def test_it_is_checked_again_if_hooks_have_changed_the_objects_after_all_ranks_told_theirs(self) -> None:
+        first, second = named(model={"a"}), named(model={"a", "b"})
+        manifest = Manifest(name="x", id="i", sequence=1, created=MOMENT, run="r", files=())
+        with ExitStack() as held:
+            for then, told, again in ((first, {"told": 1}, False), (second, {"told": 1}, True), (first, None, True)):
+                restoring, fitted = self.restoring([first], [then])
+                assert restoring.opening.mine()["names"] == {"model": ["a"]}
+                candidate = Candidate(MemoryStorage("restoring"), manifest, held, told=told)
+                answer = restoring.check.mine(candidate)
+                assert answer == ({"changed": True} if again else {"reads": None})
+                assert fitted == ([] if again else [("x", told)])
+                checked = restoring.check.join([answer])
+                assert checked == ({"changed": True} if again else {"plan": None})
+                del fitted[:]
+                assert restoring.prepare(replace(candidate, checked=checked)) is restoring._checked
+                assert fitted == [*([("x", {})] if again else []), ("load_state('x')", None, held)]
+
+    def test_objects_that_cannot_be_found_yet_end_no_load_and_what_comes_before_does(self) -> None:
+        restoring, _ = self.restoring([], [])
+        assert restoring.opening.mine() is None
+
+        def fails() -> None:
+            raise ValueError("before")
+
+        restoring, _ = self.restoring([named(model={"a"})], [], before=fails)
+        with pytest.raises(ValueError, match="before"):
+            restoring.opening.mine()
+
+    def test_one_rank_whose_objects_changed_lets_all_check_again(self) -> None:
+        joint, alone = restore._joint_check, {"reads": None}
+        files: Any = {"reads": {"host": "one", "files": {"x": "1"}}}
+        assert joint([alone, {"changed": True}]) == {"changed": True}
+        assert joint([alone, alone]) == {"plan": None}
+        (plan,) = joint([files, files])["plan"]
+        assert (plan["ranks"], plan["files"]) == ([0, 1], {"x": 0})
+
+    def test_live_objects_are_untouched_until_all_is_verified_unless_they_are_new(
+        self, manager: ckpt.StateManager, tmp_path: Path
+    ) -> None:
+        model = next(iter(manager.session.loader.live.registry.models.values()))
+        saved = [parameter.detach().clone() for parameter in model.parameters()]
+
+        def is_restored() -> bool:
+            return all(map(torch.equal, saved, model.parameters()))
+
+        for verify in (True, False):
+            noted: list[Any] = []
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(9)
+            request = restore.RestoreRequest(
+                ranks=SingleProcess(), registry=manager.session.loader.live.registry, strict=True,
+                verify_before_overwrite=verify, check=noted.append,
+                on_first_write=lambda name, noted=noted: noted.append((name, is_restored())),
+            )  # fmt: skip
+            with ExitStack() as held:
+                storage = open_storage(tmp_path)
+                candidate = Candidate(storage, manifest_of(tmp_path), held)
+                found = restore.Restoration.checked(candidate, request, Elsewhere())
+                assert noted == [found.reader]
+                assert (found.reader.per_rank, found.notes) == (True, Notes())
+                found.read("load", None, held)
+                assert (noted[1:], is_restored()) == ([] if verify else [("a", False)], not verify)
+                assert found.finish(lambda noted=noted: noted.append("then")) == ["model"]
+            assert (noted[1:], is_restored()) == ([("a", False), "then"], True)
+
+    def test_what_would_not_begin_afresh_is_verified_before_it_is_written(self) -> None:
+        request = restore.RestoreRequest(
+            ranks=SingleProcess(), registry=SimpleNamespace(), strict=True, verify_before_overwrite=False
+        )  # type: ignore[arg-type]
+        restoring, manifest = restore.Restoring(request), SimpleNamespace()
+        with ExitStack() as held:
+            candidate = Candidate(MemoryStorage("afresh"), manifest, held)  # type: ignore[arg-type]
+            assert restoring._request_for(candidate) is request
+            afresh = restoring._request_for(replace(candidate, or_afresh=True))
+        assert afresh == replace(request, verify_before_overwrite=True)
+
+    def test_open_windows_end_where_no_gradients_are_restored_and_new_rates_are_named(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class Rates(restore.OptimizerPart):
+            def __init__(self) -> None:
+                pass
+
+            def adopt_rates(self, about: Any) -> str | None:
+                return about["says"]
+
+        layout = frozenset({Layout((2,), (0, 1), ("S0",))})
+        model = SimpleNamespace(layouts=lambda members: frozenset())
+        parts: dict[str, Any] = {"model": model, "new": model, "gradients": restore.GradientsPart("gradients", {})}
+        for key in ("named", "unnamed"):
+            parts[key] = Rates()
+        reader: Any = SimpleNamespace(
+            manifest=SimpleNamespace(name="a"), members=None, has_tensors=lambda key: key in ("model", "new"),
+            layouts=lambda key: layout if key == "model" else frozenset(),
+            parts={"named": {"about": {"says": "other rates"}}, "unnamed": {"about": {"says": None}}},
+        )  # fmt: skip
+        for keys, rank, left in (
+            (["model", "new", "named", "unnamed"], 0, 1), (["model", "gradients"], 0, 0), (["named"], 1, 1),
+        ):  # fmt: skip
+            noted: list[str] = []
+            ranks = SingleProcess()
+            ranks.rank = rank
+            request: Any = SimpleNamespace(
+                ranks=ranks, verify_before_overwrite=False,
+                registry=SimpleNamespace(leave_windows=lambda noted=noted: noted.append("left")),
+            )  # fmt: skip
+            setters = {key: lambda: None for key in keys}
+            found = restore.Restoration(reader, request, parts, Notes(), setters)
+            caplog.clear()
+            found._set_all(lambda noted=noted: noted.append("then"))
+            assert noted == ["left"] * left + ["then"]
+            assert found.notes.resharded == ({"model": "2 ranks: S0 -> whole"} if "model" in keys else {})
+            told = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+            assert told == (["other rates"] if "named" in keys and rank == 0 else [])
 
 
 def test_what_nobody_has_said() -> None:

@@ -120,6 +120,9 @@ class TestListings:
         other_host = [listed(0, "b", 2)]
         found = join_listings(root, None, [(here, False), (other_host, False)], foreign=False)
         assert (found["order"][1], "b" in found["passed_over"], found["lost"]) == ((0, "b"), False, ["d"])
+        copies = [listed(0, "b", 2), listed(1, "b", 0, **damaged), listed(0, "c", 0, **damaged), listed(1, "c", 3)]
+        found = join_listings(root, None, [(copies, False)], foreign=False)
+        assert (found["order"], found["lost"]) == ([(1, "c"), (0, "b")], ["c"])  # what the root has is not lost
         alone = join_listings(root, None, [([listed(1, "d", 0, **damaged)], False)], foreign=False)
         assert (alone["order"], alone["passed_over"], alone["lost"]) == ([], {"d": "it is damaged."}, ["d"])
         assert alone["root_step"] is None
@@ -226,7 +229,7 @@ class TestVerdicts:
         assert select._sorted([untrusted, None]) == [untrusted]
         assert select._sorted([untrusted, damaged])[0] == damaged
 
-    def test_what_each_finding_is(self, root: MemoryStorage) -> None:
+    def test_what_each_finding_is(self, root: MemoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
         def found(storage: Any = root, trust: Trust = Trust(), *, lists: bool = True) -> str:  # noqa: B008
             with ExitStack() as held:
                 manifests: list[Manifest] = []
@@ -248,6 +251,11 @@ class TestVerdicts:
             assert found() == "busy"
         root.delete(["a/state.json"])
         assert (found(), found(lists=False)) == ("damaged", "fine")
+        far = PassedOn(root.url)
+        far.is_local = False
+        assert found(far) == "damaged"
+        monkeypatch.setattr(select, "MOST_LISTED", 1)  # of its two files
+        assert (found(), found(far)) == ("damaged", "fine")
         root.write(f"a/{FILE_NAME}", [b"x"])
         root.write(f"a/{COPY_NAME}", [b"x"])
         assert found() == "damaged"
@@ -285,8 +293,11 @@ class TestVerdicts:
         with root.lock("a"), pytest.raises(LockedError, match="is being removed or cleaned up by another process"):
             inspect()
         root.delete(["a/state.json"])
-        with pytest.raises(DamagedError, match=r"a is damaged: state\.json is missing"):
-            inspect()
+        far = PassedOn(root.url)
+        far.is_local = False
+        for storage in (root, far):
+            with pytest.raises(DamagedError, match=r"a is damaged: state\.json is missing"):
+                inspect(storage)
 
 
 def chosen(tiers: list[Any], fails: Any = lambda candidate: None, **options: Any) -> Any:
@@ -621,6 +632,13 @@ class TestHosts:
 
         first = [name for name in files if name.startswith("model/")]
         assert stands_in(first[0], first[2])
+        table["tensors"]["few"] = ["float32", [1], 1, -1]
+        table["layouts"].append(Layout((2,), (0, 1), ("S0",)).to_json())
+        root.write("a/state.json", [json.dumps({"parts": {"model": {"spread": table}}}).encode()])
+        assert stands_in(first[1], first[3])  # rank 1 has no element of the few, and rank 0 alone has them
+        assert not stands_in(first[0], first[2])
+        del table["tensors"]["few"]
+        root.write("a/state.json", [json.dumps({"parts": {"model": {"spread": table}}}).encode()])
         assert not stands_in(first[0], first[1])
         assert not stands_in(first[0], first[3])
         assert stands_in(first[3], first[1])
@@ -639,6 +657,8 @@ class TestHosts:
             ),
         )
         assert select._missing(root, common, SingleProcess()) == ["other.json"]
+        root.write("a/other.json", [b"1"])
+        assert select._missing(root, common, SingleProcess()) == []
         root.write("a/state.json", [b"{"])
         assert not stands_in(first[0], first[2])
 
