@@ -21,7 +21,7 @@ import ckpt
 from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError, DamagedError, MismatchError
 from ckpt.formats.layout import Layout
-from ckpt.formats.native.manifest import Host, Manifest
+from ckpt.formats.native.manifest import FileRecord, Host, Manifest
 from ckpt.formats.tensors import same_bytes
 from ckpt.load import reader as reading
 from ckpt.load import restore
@@ -140,6 +140,78 @@ class TestTheReader:
             reader._bar("loading", pieces)
         assert asked == [("loading a", 9, True, True), ("loading a", 9, True, False)]
 
+    def test_what_is_read_for_other_ranks_comes_first_and_the_last_of_this_rank_alone_after_the_phase(
+        self, tmp_path: Path
+    ) -> None:
+        reader, calls = saved_reader(tmp_path, {"a": torch.arange(4.0)}), list[Any]()
+
+        class Shared:
+            def split(self, transfers: list[Any]) -> tuple[list[Any], list[Any]]:
+                return [one for one in transfers if one.size < 9], [one for one in transfers if one.size == 9]
+
+            def reads_here(self, transfer: Any) -> bool:
+                return transfer.size != 9
+
+            @contextmanager
+            def phase(self) -> Iterator[None]:
+                calls.append("phase")
+                yield
+                calls.append("end")
+
+        def how(transfers: list[Any], name: str, advance: Any, *, threads: int | None = None) -> None:
+            calls.append(([one.size for one in transfers], name, threads))
+
+        batches: Any = [[SimpleNamespace(size=size) for size in sizes] for sizes in ((1, 9), (2, 9, 3), (4,))]
+        for chosen in (batches, batches[1:], batches[2:]):
+            reader.broadcasts = None
+            reader._read(chosen, how)
+            assert calls == [([one.size for one in batch], "a", None) for batch in chosen]
+            calls.clear()
+            reader.broadcasts = Shared()  # type: ignore[assignment]
+            reader._read(chosen, how)
+            first, second = [([9], "a", 1), ([1], "a", None)], [([9], "a", 1), ([2, 3], "a", None)]
+            read = [*first, *second] if chosen is batches else second if len(chosen) == 2 else []
+            assert calls == ["phase", *read, "end", ([4], "a", None)]
+            calls.clear()
+
+    def test_what_another_rank_of_the_host_reads_is_verified_by_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        reader, verified = saved_reader(tmp_path, {"a": torch.arange(4.0)}), list[list[int]]()
+        noted: Any = lambda transfers, name, advance: verified.append([one.size for one in transfers])  # noqa: E731
+        monkeypatch.setattr(reading, "verify", noted)
+        reader._live = [SimpleNamespace(size=size) for size in (1, 2)]
+        reader.verify_live()
+        reader.broadcasts = SimpleNamespace(reads_here=lambda transfer: transfer.size == 2)  # type: ignore[assignment]
+        reader.verify_live()
+        assert verified == [[1, 2], [2]]
+
+    def test_a_rank_restores_what_it_had_of_its_own_where_as_many_ranks_load(self, tmp_path: Path) -> None:
+        reader = saved_reader(tmp_path, {"a": torch.arange(4.0)})
+        reader.parts["y"] = {"class": "Common", "differs": {"values": ["lr"]}}
+        reader.own = {"y-own-00000": {"class": "Own"}, "x-own-00000": {"absent": True}, "z": {"class": "Alone"}}
+        for per_rank in (False, True):
+            reader.per_rank = per_rank
+            assert (reader.has("x"), reader.lacks("x"), reader.has("none")) == (not per_rank, per_rank, False)
+            assert (reader.has("y"), reader.lacks("y")) == (True, False)
+            assert (reader.has("z"), reader.kind("z")) == (True, "Alone")
+            assert (reader.kind("y"), reader.differs("y")) == (
+                ("Own", {}) if per_rank else ("Common", {"values": ["lr"]})
+            )
+
+    def test_which_ranks_files_this_host_has(self, tmp_path: Path) -> None:
+        reader = saved_reader(tmp_path, {"a": torch.arange(4.0)})
+        names = ("x/00001.safetensors", "x/00001+frozen.safetensors", "x/00002.safetensors")
+        records = (FileRecord(name=name, path=name, size=5, blocks=("x",)) for name in names)
+        reader._records = {record.name: record for record in records}
+        for there, hosts, here in (
+            ({}, (), True), ({}, (1,), False), ({names[0]: 5}, (1,), False), ({names[0]: 5, names[1]: 5}, (1,), True),
+            ({names[0]: 5, names[1]: 4}, (1,), False),
+        ):  # fmt: skip
+            reader.manifest = SimpleNamespace(name="a", hosts=hosts)  # type: ignore[assignment]
+            reader._sizes = {f"a/{name}": size for name, size in there.items()}
+            assert reader._is_here("x", 1) is here, there
+
     def test_a_document_that_is_not_listed_is_damage(self, tmp_path: Path) -> None:
         reader = saved_reader(tmp_path, {"a": torch.arange(4.0)})
         without = replace(
@@ -174,6 +246,41 @@ class TestTheReader:
             ({**good, "source": {"step": 1}}, False),
             ({**good, "source": {"step": 1, "sync_gradients": True, "saves": 0, "loaders": {}}}, True),
             ({**good, "source": {"step": 1, "sync_gradients": 1, "saves": 0, "loaders": {}}}, False),
+            *(({**good, "loop": {"steps_per_epoch": number}}, True) for number in (None, 0, -3, (1 << 53) - 1)),
+            *(({**good, "loop": {"steps_per_epoch": number}}, False) for number in (1 << 53, -(1 << 53), 1.5, "x")),
+            *(({**good, "loop": {"ahead": number}}, number == 0) for number in (0, -1, None)),
+            *(({**good, "generators": value}, False) for value in ([], None)),
+            *(
+                ({**good, "source": {"step": 1, "sync_gradients": True, "saves": 0, "loaders": {"a": counters}}}, fine)
+                for counters, fine in (
+                    ({"iteration": 0, "seeds": [1, None], "generators": []}, True),
+                    ({"iteration": 0, "seeds": ["x"], "generators": []}, False),
+                    ({"iteration": 0, "seeds": [], "generators": {}}, False),
+                    ({"iteration": 0, "seeds": []}, False),
+                )
+            ),
+            *(
+                ({**good, "loaders": {"data": position}}, fine)
+                for position, fine in (
+                    ({"dataset_size": None, "sampler_size": 0}, True),
+                    ({"dataset_size": -1}, False),
+                    ({"digest": "x", "indices": ""}, True),
+                    ({"digest": 1}, False),
+                    ({"rng": {}, "rng_ahead": good["rng"]}, True),
+                    ({"rng": {"torch": 1}}, False),
+                    ({"generators": [1], "samplers": []}, True),
+                    ({"samplers": {}}, False),
+                    ({"contents": {"a": "b"}}, True),
+                    ({"contents": {"a": 1}}, False),
+                    ({"worn": 1}, False),
+                    ({"layout": {}}, True),
+                    ({"layout": {"replicas": 2, "replica": 0, "batch": None}}, True),
+                    ({"layout": {"replicas": 0}}, False),
+                    ({"layout": {"piece": -1}}, False),
+                    ({"layout": {"more": 1}}, False),
+                    ({"layout": []}, False),
+                )
+            ),
             (
                 {
                     **good,
