@@ -38,6 +38,7 @@ from ckpt.state.model import ModelPart
 from ckpt.state.parts import HOOKS, LEFT, WHOLE_PART, Notes, ObjectPart
 from ckpt.storage import LocalStorage, MemoryStorage, open_storage
 from tests.helpers.byte_checkpoints import MOMENT
+from tests.helpers.places import PassedOn
 from tests.helpers.stateful import Stateful
 
 
@@ -683,6 +684,16 @@ class TestWhatFits:
         assert restore._layout_text(frozenset({one, two})) == "2x2 ranks: R,S1; 4 ranks: S0"
 
 
+class Raises:
+    """Raises an error whenever it is called."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __call__(self, *given: Any) -> None:
+        raise self.error
+
+
 class TestOneRestoration:
     @pytest.fixture
     def manager(self, tmp_path: Path) -> Iterator[ckpt.StateManager]:
@@ -710,7 +721,17 @@ class TestOneRestoration:
         request: Any = SimpleNamespace(ranks=SingleProcess(), registry=registry)
         return Noted(request, refresh=refresh, find_objects=find_objects, **more), fitted
 
-    def test_it_is_checked_again_if_hooks_have_changed_the_objects_after_all_ranks_told_theirs(self) -> None:
+    def test_it_is_checked_again_if_hooks_have_changed_the_objects_after_all_ranks_told_theirs(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        said: list[Any] = []
+
+        def together(ranks: Any, call: str, mine: Result[Any], decide: Any) -> Any:
+            if "names" not in call:
+                return decide_together(ranks, call, mine, decide)
+            said.append(mine.get())
+            return {"far": []}
+
         first, second = named(model={"a"}), named(model={"a", "b"})
         manifest = Manifest(name="x", id="i", sequence=1, created=MOMENT, run="r", files=())
         with ExitStack() as held:
@@ -724,8 +745,11 @@ class TestOneRestoration:
                 checked = restoring.check.join([answer])
                 assert checked == ({"changed": True} if again else {"plan": None})
                 del fitted[:]
+                monkeypatch.setattr(restore, "decide_together", together)
                 assert restoring.prepare(replace(candidate, checked=checked)) is restoring._checked
-                assert fitted == [*([("x", {})] if again else []), ("load_state('x')", None, held)]
+                assert fitted == [*([("x", {"far": []})] if again else []), ("load_state('x')", None, held)]
+                monkeypatch.undo()
+            assert [sorted(one["names"]["model"]) for one in said] == [["a", "b"], ["a"]]
 
     def test_objects_that_cannot_be_found_yet_end_no_load_and_what_comes_before_does(self) -> None:
         restoring, _ = self.restoring([], [])
@@ -746,35 +770,117 @@ class TestOneRestoration:
         (plan,) = joint([files, files])["plan"]
         assert (plan["ranks"], plan["files"]) == ([0, 1], {"x": 0})
 
+    @pytest.mark.parametrize("verify", [True, False])
     def test_live_objects_are_untouched_until_all_is_verified_unless_they_are_new(
-        self, manager: ckpt.StateManager, tmp_path: Path
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: bool
     ) -> None:
-        model = next(iter(manager.session.loader.live.registry.models.values()))
+        model, extra = nn.Linear(2, 2), Stateful({"value": torch.arange(3.0), "gone": 1})
         saved = [parameter.detach().clone() for parameter in model.parameters()]
 
         def is_restored() -> bool:
             return all(map(torch.equal, saved, model.parameters()))
 
-        for verify in (True, False):
-            noted: list[Any] = []
+        with ckpt.StateManager(tmp_path, model=model) as manager:
+            manager.register(extra=extra)
+            manager.save_state("a", wait=True)
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.fill_(9)
+            extra.state = {"value": torch.zeros(3), "gone": 0}
+            noted: list[Any] = []
+
+            def check(reader: CheckpointReader) -> None:
+                noted.append(reader)
+                reader.state["lacking"] = {"rng": "none"}
+                reader.parts |= {"other": {}, "far": {}, "absent": {}}
+                reader.own["absent-own-00000"] = {"absent": True}
+
+            monkeypatch.setattr(restore, "from_main_rank", lambda reader, parts: {"model": "the main rank's"})
             request = restore.RestoreRequest(
                 ranks=SingleProcess(), registry=manager.session.loader.live.registry, strict=True,
-                verify_before_overwrite=verify, check=noted.append,
-                on_first_write=lambda name, noted=noted: noted.append((name, is_restored())),
+                verify_before_overwrite=verify, check=check,
+                on_first_write=lambda name: noted.append((name, is_restored())),
+            )  # fmt: skip
+            altered = tmp_path / "a" / "model.safetensors"
+            good, bad = altered.read_bytes(), bytearray(altered.read_bytes())
+            bad[-1] ^= 1
+            for data in (bytes(bad), good):
+                altered.write_bytes(data)
+                noted.clear()
+                with ExitStack() as held:
+                    candidate = Candidate(open_storage(tmp_path), manifest_of(tmp_path), held)
+                    found = restore.Restoration.checked(candidate, request, Elsewhere(parts=frozenset({"far"})))
+                    assert noted == [found.reader]
+                    assert found.reader.per_rank
+                    assert found.notes.approximated == {"rng": "none", "model": "the main rank's"}
+                    assert found.notes.skipped == {"other": "in the checkpoint, but not managed here"}
+                    if data != good:
+                        with pytest.raises(DamagedError):
+                            found.read("load", None, held)
+                        assert noted[1:] == ([] if verify else [("a", False)])
+                        continue
+                    found.read("load", None, held)
+                    assert (noted[1:], is_restored()) == ([] if verify else [("a", False)], not verify)
+                    assert extra.state["gone"] == 0
+                    assert sorted(found.finish(lambda: noted.append("then"))) == ["extra", "model"]
+                assert (noted[1:], is_restored()) == ([("a", False), "then"], True)
+                assert torch.equal(extra.state["value"], torch.arange(3.0))
+                assert extra.state["gone"] == 1
+            extra.load_state_dict = Raises(ValueError("no"))  # type: ignore[method-assign]
+            with pytest.raises(ckpt.StateError, match="extra could not load its state: ValueError: no"):
+                found._set()
+
+    def test_objects_without_memory_get_some_as_soon_as_they_are_asked_for(
+        self, manager: ckpt.StateManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for on_meta, noted in ((True, ["a"]), (False, [])):
+            written: list[str] = []
+            monkeypatch.setattr(restore, "any_on_meta", lambda parts, on_meta=on_meta: on_meta)
+            request = restore.RestoreRequest(
+                ranks=SingleProcess(), registry=manager.session.loader.live.registry, strict=True,
+                verify_before_overwrite=True, on_first_write=written.append,
             )  # fmt: skip
             with ExitStack() as held:
-                storage = open_storage(tmp_path)
-                candidate = Candidate(storage, manifest_of(tmp_path), held)
-                found = restore.Restoration.checked(candidate, request, Elsewhere())
-                assert noted == [found.reader]
-                assert (found.reader.per_rank, found.notes) == (True, Notes())
-                found.read("load", None, held)
-                assert (noted[1:], is_restored()) == ([] if verify else [("a", False)], not verify)
-                assert found.finish(lambda noted=noted: noted.append("then")) == ["model"]
-            assert (noted[1:], is_restored()) == ([("a", False), "then"], True)
+                candidate = Candidate(open_storage(tmp_path), manifest_of(tmp_path), held)
+                restore.Restoration.checked(candidate, request, Elsewhere())
+            assert written == noted
+
+    def test_what_a_rank_wants_to_read_is_told_where_ranks_read_for_each_other(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        broadcasts, told = object(), list[Any]()
+
+        @contextmanager
+        def planned(*given: Any) -> Iterator[Any]:
+            told.append(given)
+            yield broadcasts
+
+        checked: Any = SimpleNamespace(reader=SimpleNamespace(wanted=([], [])))
+        monkeypatch.setattr(restore.Restoration, "checked", lambda candidate, request, elsewhere: checked)
+        monkeypatch.setattr("ckpt.load.broadcast.planned_broadcasts", planned)
+        far, near = PassedOn("memory://wanted"), MemoryStorage("wanted")
+        far.is_local = False
+        ranks = SingleProcess()
+        ranks.world_size = 2
+        for storage, shared in ((near, False), (far, True)):
+            restoring, _ = self.restoring([named(model={"a"})], [])
+            restoring.request = restore.RestoreRequest(
+                ranks=ranks, registry=restoring.request.registry, strict=True, verify_before_overwrite=True
+            )
+            restoring.opening.mine()
+            with ExitStack() as held:
+                candidate = Candidate(storage, SimpleNamespace(), held)  # type: ignore[arg-type]
+                answer = restore.Restoring._fitted(restoring, candidate, {})
+            assert (answer["reads"] is not None) == shared
+            assert restoring._checked is checked
+        reader: Any = SimpleNamespace(broadcasts=None, read_new=lambda: None, verify_live=lambda: None)
+        restoration = restore.Restoration(reader, restoring.request, {}, Notes(), {})
+        monkeypatch.setattr(restore, "run_on_all_ranks", lambda ranks, call, do: do())
+        with ExitStack() as held:
+            restoration.read("load", None, held)
+            assert (reader.broadcasts, told) == (None, [])
+            restoration.read("load", ["plan"], held)
+            assert (reader.broadcasts, told) == (broadcasts, [(ranks, ["plan"])])
 
     def test_what_would_not_begin_afresh_is_verified_before_it_is_written(self) -> None:
         request = restore.RestoreRequest(
