@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -13,8 +14,24 @@ from typing import Any
 
 import pytest
 
+from ckpt.errors import TransientError
 from ckpt.memory import place as places
-from ckpt.memory.place import ALIVE, RUN, SLOTS, MemoryPlace, PlaceError, remove_expired
+from ckpt.memory.place import (
+    ALIVE,
+    RUN,
+    SLOTS,
+    TOKEN,
+    MemoryPlace,
+    PlaceError,
+    identity_of,
+    read_step,
+    read_token,
+    remove_expired,
+    remove_token,
+    write_step,
+    write_token,
+)
+from ckpt.storage import MemoryStorage
 from ckpt.util.threads import boot_id
 
 ROOT = "/runs/x"
@@ -68,6 +85,20 @@ class TestCreate:
         monkeypatch.setenv("CKPT_MEMORY_DIR", str(memory / "absent"))
         with pytest.raises(PlaceError, match=r"could not create a folder in .*absent: No such file or directory\."):
             create()
+
+    def test_a_folder_that_could_not_be_filled_is_removed_and_nobody_lives_there(
+        self, memory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(path: Path, facts: object) -> None:
+            assert not MemoryPlace.list_places()  # without its facts nobody finds it
+            raise OSError("no space left")
+
+        monkeypatch.setattr(places, "write_facts", full)
+        before = set(places._held._descriptors)
+        with pytest.raises(OSError, match="no space left"):
+            create()
+        assert list(memory.iterdir()) == []
+        assert places._held._descriptors == before
 
     def test_more_facts_are_recorded(self) -> None:
         place = create()
@@ -150,6 +181,28 @@ class TestFind:
         (place.path / RUN).symlink_to(tmp_path / RUN)
         assert MemoryPlace.find(ROOT) is None
 
+    def test_facts_of_another_user_or_of_any_length_are_not_read(self) -> None:
+        place = create()
+        text = (place.path / RUN).read_text()
+        (place.path / RUN).write_text(text + " " * (places._MOST_FACTS - len(text)))
+        assert MemoryPlace.open(place.path) is not None
+        (place.path / RUN).write_text(text + " " * (places._MOST_FACTS - len(text) + 1))
+        assert MemoryPlace.open(place.path) is None
+        (place.path / RUN).write_text(text)
+        if os.geteuid() == 0:  # only root can give a file to another user
+            os.chown(place.path / RUN, NOBODY, NOBODY)
+            assert MemoryPlace.open(place.path) is None
+
+    def test_the_one_that_was_used_last_is_found(self) -> None:
+        first, second = create(), create()
+        set_age(second, 10)
+        assert MemoryPlace.find(ROOT) == first
+        second.note_life()
+        set_age(first, 10)
+        assert MemoryPlace.find(ROOT) == second
+        assert 0 <= second.idle_seconds < 10
+        assert first.idle_seconds >= 10
+
     @pytest.mark.parametrize("text", ["", "{", "[]", "null"])
     def test_facts_that_are_damaged_are_none(self, text: str) -> None:
         place = create()
@@ -173,6 +226,56 @@ class TestWhoLives:
         assert not place.is_deserted()
         other.release()
         assert other.is_deserted()
+
+    def test_who_holds_it_twice_lets_go_at_once_and_was_seen_when_it_came(self) -> None:
+        place = create()
+        place.hold()
+        place.release()
+        assert place.is_deserted()
+        set_age(place, 100)
+        place.note_life()  # does not live there
+        assert place.idle_seconds >= 100
+        place.hold()
+        assert place.idle_seconds < 100
+        place.release()
+        place.release()
+
+    def test_one_that_was_made_anew_in_between_is_not_entered(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        place, own = create(), places._lock_shared
+        place.release()
+        before = set(places._held._descriptors)
+
+        def locked_late(descriptor: int, folder: Path) -> None:
+            own(descriptor, folder)
+            (folder / ALIVE).unlink()
+            (folder / ALIVE).touch()
+
+        monkeypatch.setattr(places, "_lock_shared", locked_late)
+        with pytest.raises(PlaceError, match="another process has just removed"):
+            place.hold()
+        assert places._held._descriptors == before
+        assert place.is_deserted()
+
+    def test_it_is_this_runs_as_long_as_it_was_made_by_it(self) -> None:
+        place = create()
+        assert place.is_there
+        change_facts(place, created="2020-01-01T00:00:00.000+00:00")
+        assert not place.is_there
+
+    def test_one_who_looks_is_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        place, slept = create(), list[float]()
+        place.release()
+        looks = places._all_alone(place.path)
+        looks.__enter__()
+
+        def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            if len(slept) == 2:
+                looks.__exit__(None, None, None)
+
+        monkeypatch.setattr(time, "sleep", sleep)
+        place.hold()
+        assert slept == [places._PAUSE] * 2
 
     def test_to_look_disturbs_nobody(self) -> None:
         place = create()
@@ -219,6 +322,35 @@ class TestRemoval:
         place.remove()
         assert list(memory.iterdir()) == []
         place.remove()
+
+    def test_nobody_finds_what_is_being_removed_and_what_is_added_meanwhile_goes_too(
+        self, memory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        place, own, calls = create(), shutil.rmtree, list[int]()
+
+        def rmtree(path: Path, **options: Any) -> None:
+            assert not (path / RUN).exists()
+            assert options == {"ignore_errors": True}
+            calls.append(1)
+            if len(calls) == 3:
+                own(path)
+
+        monkeypatch.setattr(shutil, "rmtree", rmtree)
+        place.remove()
+        assert (len(calls), list(memory.iterdir()), place._alive) == (3, [], None)
+
+    def test_one_that_has_nothing_by_which_anybody_lives_there_is_removed_unless_that_is_no_file(
+        self, memory: Path
+    ) -> None:
+        for make, gone in ((lambda path: None, True), (lambda path: path.symlink_to("nowhere"), False)):
+            place = create()
+            place.release()
+            (place.path / ALIVE).unlink()
+            make(place.path / ALIVE)
+            assert place.is_deserted() is gone
+            assert place.remove_if_deserted() is gone
+            assert (place.path in memory.iterdir()) != gone
+            assert not gone or not place.remove_if_deserted()
 
     def test_what_a_link_leads_to_is_left(self, tmp_path: Path, memory: Path) -> None:
         (tmp_path / "mine").write_text("mine")
@@ -277,8 +409,64 @@ class TestRemoval:
         monkeypatch.setenv("CKPT_MEMORY_LINGER", "10")
         assert remove_expired() == [place.path]
 
+    def test_a_time_that_is_no_number_is_an_hour(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for text, seconds in (("", places.LINGER), ("soon", places.LINGER), ("0.5", 0.5)):
+            monkeypatch.setenv("CKPT_MEMORY_LINGER", text)
+            assert places.linger_seconds() == seconds
+
+    def test_a_directory_that_is_gone_has_no_folders(self, memory: Path) -> None:
+        memory.rmdir()
+        assert (remove_expired(), MemoryPlace.list_places()) == ([], [])
+
     def test_a_folder_whose_maker_was_killed_before_it_had_facts_is_removed_too(self, memory: Path) -> None:
         half = memory / f"ckpt-{'c' * 32}"
         half.mkdir(mode=0o700)
         os.utime(half, (0, 0))
         assert remove_expired() == [half]
+
+
+class TestTheStep:
+    def test_it_is_what_was_written_last(self) -> None:
+        place = create()
+        assert read_step(place) is None
+        for step in (7, 1_000_000, 12):
+            write_step(place, step)
+            assert read_step(place) == step
+        (place.path / "step").write_bytes(b"x")
+        assert read_step(place) is None
+
+    def test_a_file_with_another_name_is_somebody_elses_and_is_not_written_to(self, tmp_path: Path) -> None:
+        place = create()
+        (tmp_path / "mine").write_text("mine")
+        os.link(tmp_path / "mine", place.path / "step")
+        write_step(place, 7)
+        assert (tmp_path / "mine").read_text() == "mine"
+
+
+class TestTheToken:
+    def test_it_is_new_or_given_and_goes(self, caplog: pytest.LogCaptureFixture) -> None:
+        root = MemoryStorage("token-of-a-root")
+        assert (read_token(root), remove_token(root)) == ("", False)
+        first = write_token(root)
+        assert (len(first), read_token(root)) == (32, first)
+        assert write_token(root) != first
+        assert write_token(root, "given") == read_token(root) == "given"
+        assert remove_token(root)
+        assert (root.version(TOKEN), caplog.messages) == (None, [])
+        root.write(TOKEN, [b"a" * 65])
+        assert read_token(root) == "a" * 64
+        root.write(TOKEN, [b"a\xff"])
+        assert read_token(root) == "a\ufffd"
+        assert identity_of(root, "x") != identity_of(root, "y")
+        assert identity_of(root, "x") != identity_of(MemoryStorage("another"), "x")
+
+    def test_one_that_cannot_be_removed_is_said(self, caplog: pytest.LogCaptureFixture) -> None:
+        class Stuck(MemoryStorage):
+            def delete(self, keys: Any) -> None:
+                raise TransientError("no answer.")
+
+        root = Stuck("stuck-token")
+        assert not remove_token(root)
+        write_token(root)
+        assert remove_token(root)
+        assert "ckpt could not remove memory://stuck-token/.memory: no answer. Remove it yourself." in caplog.text

@@ -85,7 +85,8 @@ def test_when_a_snapshot_is_due_and_when_memory_is_made_ready_for_it() -> None:
 
 def test_what_a_load_leaves_in_memory_is_not_for_a_later_resume() -> None:
     for settled, passed_over, calls in (
-        (False, None, []), (False, ["m"], []), (True, ["m"], []), (True, [], []), (True, None, ["wait", "close", "forget"])
+        (False, None, []), (False, ["m"], []), (True, ["m"], []), (True, [], []),
+        (True, None, ["wait", "close", "forget"]),
     ):  # fmt: skip
         parts = Parts(_is_settled=settled, _taken_at=4, _held_at=4, _damaged={"n"})
         parts.slots()
