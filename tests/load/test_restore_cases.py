@@ -55,6 +55,46 @@ def saved_reader(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> Checkpoint
     return CheckpointReader(open_storage(tmp_path), manifest_of(tmp_path), 0)
 
 
+class Tensors:
+    """The tensors of a file, or of several: notes by which name each is asked for."""
+
+    def __init__(self, title: str, *names: str, ties: dict[str, str] | None = None) -> None:
+        self.title, self.names, self.ties = title, names, ties or {}
+        self.table = SimpleNamespace(tensors=dict.fromkeys(names))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    def about(self, name: str) -> Any:
+        return f"{self.title}: {name}"
+
+    tensor = about
+
+    def fill(self, name: str, target: Any, box: Any) -> None:
+        target.append((self.about(name), box))
+
+
+def test_a_tensor_is_a_ranks_own_one_of_its_shards_or_that_of_all_ranks() -> None:
+    first, second = Tensors("first", "a", ties={"a2": "a"}), Tensors("second", "b")
+    common = Tensors("common", ties={"c2": "c", "x": "a", "d": "y"})
+    own: Any = reading.OwnTensors(
+        frozenset({"a", "b", "d", "absent"}), [first, second], Tensors("shards", "s"), lambda: common, {"tied": "s"}
+    )  # type: ignore[arg-type, list-item, return-value]
+    whole: Any = reading.WholeTensors([first, second], "a: x")  # type: ignore[list-item]
+    for tensors, name, found in (
+        (own, "a", "first: a"), (own, "b", "second: b"), (own, "absent", "common: absent"), (own, "s", "shards: s"),
+        (own, "tied", "shards: s"), (own, "other", "common: other"), (whole, "a", "first: a"),
+        (whole, "b", "second: b"),
+    ):  # fmt: skip
+        filled: list[Any] = []
+        tensors.fill(name, filled, "box")
+        assert (tensors.about(name), tensors.tensor(name), filled) == (found, found, [(found, "box")])
+    assert own.ties == {"a2": "a", "tied": "s", "c2": "c"}  # what a rank has of its own is tied to nothing of all ranks
+    assert whole.ties == {"a2": "a"}
+    with pytest.raises(DamagedError, match="no file of a: x has the tensor 'z'"):
+        whole.about("z")
+
+
 class TestTheReader:
     @pytest.mark.parametrize("slab", [1, 12, 24, 30, 1 << 20])
     def test_two_saved_tensors_are_equal_if_every_bit_is(
