@@ -141,9 +141,9 @@ def _is_start(value: Any) -> bool:
 
 
 def _is_layout(value: Any) -> bool:
-    numbers = value if is_mapping(lambda number: number is None or is_count(number))(value) else {"": 0}
+    has_numbers = is_mapping(lambda number: number is None or is_count(number))(value)
     known = {known.name for known in fields(EpochLayout)}
-    return numbers.keys() <= known and 0 not in [number for name, number in numbers.items() if name != "replica"]
+    return has_numbers and value.keys() <= known and 0 not in [value[name] for name in value if name != "replica"]
 
 
 _COUNT = Rule(is_count, "a number, 0 or more", required=False)
