@@ -13,6 +13,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from ckpt.storage.local.storage import OneFolder, read_scattered
 from ckpt.storage.local.volatile import VolatileStorage
 from ckpt.storage.multipart import Body, scatter, split_into_parts
 from ckpt.storage.object_storage import ObjectStorage
-from ckpt.storage.retry import Requests, RetryPolicy
+from ckpt.storage.retry import SMALL_AT_ONCE, Requests, RetryPolicy
 from ckpt.util.aligned_memory import address_of, copy_bytes
 from ckpt.util.aligned_memory import make_resident as make_resident_pages
 from tests.helpers.storage_contract import sizes
@@ -746,6 +747,36 @@ class TestRequests:
             asking.join(60)
         assert ended == ["given up: busy."]
         assert len(tries) == 1
+
+    def test_one_that_fails_while_it_is_given_up_says_why_it_failed(self) -> None:
+        requests = Requests(RetryPolicy(), "the store")
+
+        def attempt() -> None:
+            given_up.enter_context(requests.giving_up())
+            raise TransientError("busy.")
+
+        with ExitStack() as given_up, pytest.raises(TransientError, match=r"^given up: busy\.$"):
+            requests.make(attempt)
+        assert not requests._under_way
+
+    def test_small_requests_do_not_wait_for_large_ones(self) -> None:
+        requests, came, go = Requests(RetryPolicy(), at_once=1), threading.Event(), threading.Event()
+
+        def slow() -> bool:
+            came.set()
+            return go.wait(60)
+
+        asking = [threading.Thread(target=lambda: requests.make(slow, is_large=True))]
+        asking[0].start()
+        assert came.wait(60)
+        assert [requests.make(lambda: 7) for _ in range(3)] == [7, 7, 7]
+        assert not requests._large.acquire(blocking=False)
+        for _ in range(SMALL_AT_ONCE):
+            assert requests._small.acquire(blocking=False)
+        assert not requests._small.acquire(blocking=False)
+        go.set()
+        asking[0].join(60)
+        assert requests._large.acquire(blocking=False)
 
     def test_no_more_large_pieces_are_under_way_than_may_be(self) -> None:
         requests, at_work, most = Requests(RetryPolicy(), at_once=2), list[int](), list[int]()
