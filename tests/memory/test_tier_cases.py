@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ckpt.errors import FullError, LockedError, RanksError, StorageError
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME
 from ckpt.memory import tier as tiers
 from ckpt.memory.place import TOKEN, MemoryPlace, PlaceError, read_step, write_step, write_token
 from ckpt.memory.statistics import Statistics, crash_facts, saving_of
@@ -81,6 +83,7 @@ def test_when_a_snapshot_is_due_and_when_memory_is_made_ready_for_it() -> None:
     ):  # fmt: skip
         tier = Parts(**more).tier
         assert (tier.is_due(step), tier.is_to_prepare(step)) == (due, prepares), (step, more)
+    assert Parts(every=1).tier.is_due(1)
 
 
 def test_what_a_load_leaves_in_memory_is_not_for_a_later_resume() -> None:
@@ -230,12 +233,14 @@ def test_a_snapshot_with_which_a_run_ends_is_compared_with_its_newest_checkpoint
     warn_of_unsaved(root, 5)
     assert "with step 5 only in memory" in caplog.text
     assert "memory://unsaved is none" in caplog.text
-    found = save(storage, "a")
-    root.lineage.run = found.run
-    for taken_at, told in ((found.step, False), (found.step + 1, True)):
+    for name, step in (("a", 1200), ("b", 300)):
+        manifest = replace(save(storage, name), progress={"step": step})
+        for path in (FILE_NAME, COPY_NAME):
+            storage.write(f"{name}/{path}", [manifest.to_bytes()])
+    for taken_at, told in ((1199, False), (1200, False), (1201, True)):
         caplog.clear()
         warn_of_unsaved(root, taken_at)
-        assert (f"memory://unsaved is step {found.step}" in caplog.text) == told
+        assert ("memory://unsaved is step 1,200" in caplog.text) == told
     caplog.clear()
     warn_of_unsaved(SimpleNamespace(storage=Away("away"), lineage=root.lineage), 9)  # type: ignore[arg-type]
     assert caplog.messages == []
@@ -309,6 +314,7 @@ def test_a_snapshot_is_taken_left_out_or_given_up_as_all_ranks_decide(
 ) -> None:
     class Asked(MemoryTier):
         def _agree(self, request: Any, least: int) -> Any:
+            assert request.name == "a"
             asked.append(least)
             return {"do": verdict, "why": "because.", "free": False, "small": [0]}
 
