@@ -28,6 +28,7 @@ class Noted:
     def __init__(self, calls: list[str], **given: Any) -> None:
         self.__dict__.update(given)
         self._calls = calls
+        self._given: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -35,6 +36,7 @@ class Noted:
 
         def call(*given: Any, **named: Any) -> Any:
             self._calls.append(name)
+            self._given[name] = given, named
             answer = self.__dict__.get(f"on_{name}")
             if isinstance(answer, Exception):
                 raise answer
@@ -131,6 +133,7 @@ def test_the_first_step_after_snapshots_were_left_takes_the_root() -> None:
         parts = Parts(_is_settled=settled, continues=continues, is_off=off)
         parts.tier.stepped(3)
         assert parts.calls == calls
+        assert not calls or parts.root._given["hold"] == (("step() (memory)",), {"resumed": False})
         assert parts.tier._has_trained
 
 
