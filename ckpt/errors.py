@@ -14,7 +14,7 @@ CkptError
 │   └── VersionError       a newer ckpt wrote it
 ├── StorageError           ckpt could not read or write bytes (also an OSError)
 │   ├── AbsentError        the object does not exist
-│   ├── TruncatedError     an object ends before the bytes that ckpt asked for
+│   ├── TruncatedError     an object lacks some of the bytes that ckpt asked for
 │   ├── DeniedError        no permission, or no credentials
 │   ├── FullError          no space is left, or a quota or size limit is reached
 │   ├── LockedError        another run or process holds the lock
@@ -23,7 +23,7 @@ CkptError
 │   └── TransientError     it may work if you try again
 └── RanksError             ranks did not answer in time, or disagree
 
-Preempted (a SystemExit)   training was told to stop; ckpt has saved its state
+Preempted (a SystemExit)   a signal ended training; ckpt has saved the state
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from ckpt.shown import sentence, shown
 
 
 class CkptError(Exception):
-    """The base class of every error that ckpt raises on purpose. The message is safe to print, without secrets."""
+    """The base class of every error that ckpt raises on purpose. The message contains no secrets, so it is safe to
+    print."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(sentence(arg) if isinstance(arg, str) else arg for arg in args))
@@ -83,11 +84,12 @@ class DamagedError(CheckpointError):
 
 
 class UntrustedError(DamagedError):
-    """You require a signature, but no trusted key has signed this checkpoint, or somebody altered it afterwards."""
+    """You require a signature, but no trusted key has signed this checkpoint, or somebody altered it after it was
+    signed."""
 
 
 class VersionError(CheckpointError):
-    """A newer ckpt wrote this checkpoint, in a format that this one can't read."""
+    """A newer version of ckpt wrote this checkpoint, in a format that this version can't read."""
 
 
 class StorageError(CkptError, OSError):
@@ -99,7 +101,7 @@ class AbsentError(StorageError):
 
 
 class TruncatedError(StorageError):
-    """An object ends before the bytes that ckpt asked for."""
+    """An object lacks some of the bytes that ckpt asked for."""
 
 
 class DeniedError(StorageError):
@@ -115,7 +117,7 @@ class LockedError(StorageError):
 
 
 class NotDurableError(StorageError):
-    """The storage wrote a file, but could not confirm that it would survive a crash."""
+    """The storage wrote a file, but could not confirm that the file would survive a crash."""
 
 
 class ConflictError(StorageError):
@@ -123,7 +125,7 @@ class ConflictError(StorageError):
 
 
 class TransientError(StorageError):
-    """The storage failed for the moment: the same call may work if you try again."""
+    """The storage failed temporarily: the same call may work if you try again."""
 
 
 def shows_damage(error: BaseException) -> bool:
@@ -136,11 +138,11 @@ def shows_damage(error: BaseException) -> bool:
 
 
 class RanksError(CkptError):
-    """Some ranks did not answer within the deadline, or the ranks make different calls."""
+    """Some ranks did not answer within the deadline, or the ranks made different calls."""
 
 
 class Preempted(SystemExit):
-    """Training was told to stop (SIGTERM), and ckpt has saved its state.
+    """A signal (SIGTERM) ended training, and ckpt has saved the state.
 
     This exception ends the loop and the process, with the exit status that a scheduler expects after SIGTERM.
     """

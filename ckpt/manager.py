@@ -63,7 +63,7 @@ class StateManager:
     Args:
         root: The place for the checkpoints: a path, a URL or a storage. ckpt tries a remote one at once.
         accelerator: A Hugging Face `Accelerator`, instead of the objects below: ckpt keeps everything that it prepares
-            or registers, also later. Its project sets folder, naming and limit unless you set others.
+            or registers, also later. Its project sets the folder, the naming and the limit, unless you set others.
         model: The model: one object, a sequence, or a dict of named objects. The next four take the same; `register`
             adds other objects.
         optimizer: The optimizer.
@@ -75,8 +75,8 @@ class StateManager:
             exception.
         keep: Rules for which checkpoints to keep; None keeps all.
         mirror: A path, URL, storage or `Mirror`. ckpt copies every committed checkpoint there in the background, and
-            loads take the newest intact one of the two. If a copy fails, training continues: `mirror_error` has the
-            error, and ckpt tries again.
+            a load takes the newest intact checkpoint of both. If a copy fails, training continues: `mirror_error` has
+            the error, and ckpt tries again.
         storage_options: Credentials, endpoint and the like for a URL, as its fsspec filesystem takes them.
         saving: How ckpt captures and writes checkpoints.
         ranks: How the ranks of a job meet, and stop.
@@ -171,7 +171,7 @@ class StateManager:
 
     @property
     def run(self) -> str:
-        """The id of the run, for trackers. A resume keeps the id. Ask on the main rank, after `resume`."""
+        """The id of the run, for trackers. A resume keeps the id. Read it on the main rank, after `resume`."""
         return self._session.saver.root.lineage.run
 
     @property
@@ -196,9 +196,9 @@ class StateManager:
     def register(self, *unnamed: Any, per_rank: bool | Any = False, **objects: Any) -> None:  # Any: for **named_objects
         """Manage more objects, each under its name. Every rank must make this call.
 
-        ckpt keeps each rank's generators (of torch, NumPy or Python), and each rank's state of an object if ranks
-        differ. If you resume with the same number of ranks, each rank gets its own state back. Otherwise all ranks get
-        the main rank's.
+        ckpt saves each rank's own generators (torch, NumPy, Python), and each rank's own state of an object if the
+        ranks differ. If you resume with the same number of ranks, each rank gets its own state back. Otherwise all
+        ranks get the main rank's state.
 
         Args:
             per_rank: Keep each rank's own state on any number of ranks. New ranks keep what their objects have; ckpt
@@ -209,19 +209,20 @@ class StateManager:
         self._session.registry.register(objects, unnamed, per_rank=per_rank)
 
     def unwrap(self, model: nn.Module | None = None) -> nn.Module:
-        """Return a model without its wrappers of DDP, FSDP 1, DataParallel and torch.compile.
+        """Return a model without the wrappers of DDP, FSDP 1, DataParallel and torch.compile.
 
-        Without an argument, this is the manager's model."""
+        Without an argument, unwrap the manager's model.
+        """
         models = list(self._session.registry.models.values())
         if model is None and len(models) != 1:
-            raise ConfigError(f"this manager has {len(models)} models. Name one: unwrap(model).")
+            raise ConfigError(f"this manager has {len(models)} models. Pass one of them: unwrap(model).")
         return unwrap(models[0] if model is None else model)
 
     def epochs(self, total: int) -> Iterator[int]:
         """Iterate over the remaining epochs of `total`: from where the last run stopped, or from scratch.
 
         If `save_every` has steps or a time, ckpt saves the final state after the last epoch, as `step-00001000`. If
-        ckpt has saved that step already, it adds to that checkpoint what the end of the epoch has changed. With
+        ckpt has already saved that step, it adds what the end of the epoch has changed to that checkpoint. With
         `Every(epoch_end=True)`, ckpt also saves at the end of every epoch, before the next one begins.
         """
         self._start()
@@ -250,16 +251,18 @@ class StateManager:
     def batches(self, loader: Iterable[T]) -> Batches[T]:
         """Iterate over the remaining batches of this epoch, in the same order as in an uninterrupted run.
 
-        `len()` of the result is the length of the epoch. Let a progress bar continue where the epoch was with
-        `tqdm(manager.batches(loader), initial=manager.progress.batch)`.
+        `len()` of the result is the length of the epoch. To let a progress bar continue in the middle of the epoch,
+        write `tqdm(manager.batches(loader), initial=manager.progress.batch)`.
 
         If you leave the loop with `break`, the next run continues with the following batch. Put a prefetcher inside,
-        `batches(Prefetcher(loader))`. Outside, every resume would lose the batches that the prefetcher has read ahead.
+        `batches(Prefetcher(loader))`. With the prefetcher outside, every resume would lose the batches that it has read
+        ahead.
         """
         return self._session.loop.batches(loader, self._start)
 
     def enumerate(self, loader: Iterable[T], start: int = 0) -> Batches[tuple[int, T]]:
-        """Iterate like `batches`, with the number of each batch in the epoch. After a resume, the numbers continue."""
+        """Iterate like `batches`, and yield each batch with its number in the epoch. After a resume, the numbers
+        continue."""
         return self._session.loop.batches(loader, self._start, start)
 
     def step(self, metrics: Mapping[str, Any] | None = None) -> None:
@@ -267,25 +270,26 @@ class StateManager:
 
         ckpt saves or stops at the boundary of the iteration: when the loop asks for its next batch, or when the epoch,
         the loop or the manager ends. It doesn't matter what else you do in the iteration, before or after this call. If
-        ckpt follows no loader of your loop, `step` saves at once: make it the last call in the iteration.
+        ckpt follows none of your loop's loaders, `step` saves at once: make it the last call in the iteration.
 
-        ckpt reads tensors among the metrics only when it saves a checkpoint.
+        If metrics are tensors, ckpt reads them only when it saves a checkpoint.
 
         Raises:
-            Preempted: The process was told to terminate, and ckpt has saved the state. If ckpt follows the loader, this
-                is raised where the loop asks for the next batch.
+            Preempted: A signal asked the process to terminate, and ckpt has saved the state. If ckpt follows the
+                loader, this is raised where the loop asks for the next batch.
         """
         self._session.step(metrics)
 
     def every(self, steps: int) -> bool:
-        """True if the current step is a multiple of `steps`: the same after a resume, and on all ranks."""
+        """Return True if the current step is a multiple of `steps`, the same on all ranks and after a resume."""
         if not isinstance(steps, int) or steps < 1:
             raise ConfigError(f"every({steps!r}) needs a number of steps, 1 or more.")
         step = self._session.loop.progress.step
         return step > 0 and step % steps == 0
 
     def told_to_stop(self) -> bool:
-        """Return True if a signal told the process to terminate. Ask after every step, in loops that don't call `step`.
+        """Return True if a signal asked the process to terminate. Call this after every step, in loops that don't call
+        `step`.
 
         Set `progress.step` first. All ranks get True at the same step, so that all save and stop there.
         """
@@ -315,8 +319,8 @@ class StateManager:
         Raises:
             ConfigError: The root has checkpoints that this run has not resumed from.
             UnsupportedError: The state has values that ckpt can't save; it names each by its path.
-            StorageError: ckpt could not write it: `FullError` and others say why.
-            RanksError: Some ranks did not answer, or made other calls.
+            StorageError: ckpt could not write the checkpoint: `FullError` and others say why.
+            RanksError: Some ranks did not answer, or made different calls.
         """
         return self._session.saves.to_root(name, metrics, wait)
 
@@ -368,8 +372,8 @@ class StateManager:
 
         If two runs have the same fingerprints at a step, they have been the same up to that step, bit for bit: log the
         fingerprints, or compare them in a test of your training loop. `"rng"` stands for this rank's random generators,
-        `"data"` for its position in the data. ckpt hashes tensors on their device, on a GPU in milliseconds. Of sharded
-        parts ckpt hashes only this rank's shards, so compare the same rank of the same number of ranks. Call
+        `"data"` for its position in the data. ckpt hashes tensors on their device, on a GPU in milliseconds. If a part
+        is sharded, ckpt hashes only this rank's shards, so compare the same rank of runs with equally many ranks. Call
         `fingerprint` on every rank: some ways of sharding need all ranks to describe their state.
         """
         return self._session.fingerprint()
@@ -388,7 +392,7 @@ class StateManager:
         `save_state`, `wait` or `close`. If the function raises an error, ckpt logs the error and continues.
         """
         if not callable(callback):
-            raise ConfigError(f"on_save needs a function of a SaveReport, not {callback!r}.")
+            raise ConfigError(f"on_save needs a function that takes a SaveReport, not {callback!r}.")
         self._session.saver.reports.callbacks.append(callback)
         return callback
 
@@ -400,7 +404,7 @@ class StateManager:
         self._session.wait()
 
     def close(self) -> None:
-        """Finish saves and copies to the mirror, and release the root, the loaders and SIGTERM.
+        """Finish saves and copies to the mirror, and release the root, the loaders and the SIGTERM handler.
 
         `close` removes snapshots in memory. If an exception ends the run, `close` leaves the snapshots for a restart,
         even if you call it in `finally` or `except`. If you write `with ckpt.StateManager(...)`, you don't need to call
@@ -420,7 +424,7 @@ class StateManager:
         processor: Any = None,
         part: str = "model",
     ) -> None:
-        """Write the model as `from_pretrained` reads it: `model.safetensors`, or shards and an index, and its config.
+        """Write the model for `from_pretrained`: `model.safetensors`, or shards and an index, and the config.
 
         If the model has PEFT adapters, ckpt writes only the adapters, as PEFT does. ckpt writes the full model even if
         yours is wrapped, compiled or sharded, and gathers it tensor by tensor. The folder appears when all files are
@@ -477,8 +481,8 @@ def _drop(preemption: Preemption, schedule: SaveSchedule, due: set[str], url: st
     schedule.close()
     if "save" in due:
         _log.warning(
-            "ckpt could not make the last save to %s: it was due at the end of an iteration, but your program dropped "
-            "the manager before. Write `with ckpt.StateManager(...) as manager:`, or call manager.close() after the "
-            "loop.",
+            "ckpt could not make the last save to %s: it was due at the end of an iteration, but your program "
+            "dropped the manager before that. Write `with ckpt.StateManager(...) as manager:`, or call "
+            "manager.close() after the loop.",
             url,
         )

@@ -149,7 +149,7 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
     "a name that leads out": (on(lambda manager: manager.save_state("../x")), "cannot name a checkpoint"),
     "a name with a slash": (on(lambda manager: manager.save_state("a/b")), "cannot name a checkpoint"),
     "no checkpoint at all": (lambda root: Script().manager(root).load_state(), "resume() would start from scratch"),
-    "metrics that are a number": (on(lambda manager: manager.step(3)), "a dict of names and numbers"),  # type: ignore[arg-type]
+    "metrics that are a number": (on(lambda manager: manager.step(3)), "a dict that maps names to numbers"),  # type: ignore[arg-type]
     "metrics that are text": (
         on(lambda manager: manager.save_state(metrics={"loss": "low"})),
         "one number for each name",

@@ -34,12 +34,12 @@ Losses = dict[int, float]  # by step
 
 @click.command()
 @click.option("--root", default="runs/demo", show_default=True, help="The folder for the demo's checkpoints.")
-@click.option("--steps", default=240, hidden=True, type=click.IntRange(min=24), help="How many steps to train.")
+@click.option("--steps", default=240, hidden=True, type=click.IntRange(min=24), help="The number of steps to train.")
 def demo(root: str, steps: int) -> None:
-    """Train a small model, kill the training in the middle of a save, resume it, and compare.
+    """Train a small model twice, once killed in the middle of a save and resumed, and compare the results.
 
-    The demo trains on the CPU, once straight through and once killed and resumed. This takes half a minute. The command
-    exits with status 1 unless both runs end with the same state, bit for bit.
+    The demo trains on the CPU and takes half a minute. The command
+    exits with status 1 unless both runs end in the same state, bit for bit.
     """
     if not Demo(os.path.normpath(root) if "://" not in root else root, steps).run():
         raise click.exceptions.Exit(1)
@@ -61,7 +61,8 @@ class Demo:
         return _FATAL_SAVE * self.save_every
 
     def run(self) -> bool:
-        """Train, kill, resume, compare, and print all of it. Returns True if both runs ended bit for bit the same."""
+        """Train, kill, resume and compare, and print every step. Returns True if both runs ended in the same state, bit
+        for bit."""
         self.check_root()
         cut_off = name_of_step(self.killed_at)
         with LocalStorage(self.root).lock(MARKER, note=_NOTE):
@@ -92,7 +93,9 @@ class Demo:
         """Refuse a directory that no demo made: what an earlier demo left there will be removed."""
         root = self.root
         if "://" in root:
-            raise ConfigError(f"the demo needs a folder on this machine, not {root}, because it shows you its files.")
+            raise ConfigError(
+                f"the demo shows you the files that it writes, so --root must be a folder on this machine, not {root}."
+            )
         if os.path.isdir(root) and os.listdir(root) and not os.path.isfile(f"{root}/{MARKER}"):
             raise ConfigError(
                 f"{root} has files that are not from an earlier demo. Nothing was changed. Use another --root."
@@ -114,8 +117,7 @@ class Demo:
         if done.returncode != status:
             say(done.stderr)
             raise CkptError(
-                f"the demo's training ended with status {done.returncode} instead of {status}. Look at its output "
-                "above."
+                f"the demo's training ended with status {done.returncode} instead of {status}. See its output above."
             )
         pairs = (line.split() for line in done.stdout.splitlines())
         return {int(step): float(loss) for step, loss in pairs}, done.stderr
@@ -140,7 +142,7 @@ class Demo:
         same = self._same_files() and straight == joined
         verdict = f"BIT-IDENTICAL: weights, optimizer, generators and all {len(joined)} losses."
         if not same:
-            verdict = "NOT IDENTICAL: the resumed run did not end as the straight one. A bug in ckpt!"
+            verdict = "NOT IDENTICAL: the two runs did not end in the same state. This is a bug in ckpt!"
         click.secho(f"\n{verdict}", bold=True, fg="green" if same else "red")
         return same
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.argument("first", shell_complete=checkpoint_or_path)
 @click.argument("second", shell_complete=checkpoint_or_path)
 @click.option("--part", help="Compare only this part: model, optimizer, ...")
-@click.option("--format", help="The format to compare, if a folder has saves in several: deepspeed, hf, ...")
+@click.option("--format", help="The format to compare, if a folder has saves in several formats: deepspeed, hf, ...")
 @click.option("--tensors", is_flag=True, help="List every tensor that differs, by its full name.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for other programs to read.")
 @with_trust
@@ -36,11 +36,12 @@ def diff(
 ) -> None:
     """Compare two checkpoints, FIRST and SECOND, and list the tensors and values that differ.
 
-    FIRST and SECOND are paths or URLs of checkpoints, or of whatever else 'ckpt merge' reads, such as a .pt file. A
-    root stands for its newest checkpoint. If both are checkpoints of ckpt, or both files of torch.save, diff compares
-    all parts and values, otherwise only the model. Tensors of numbered modules share a line. The column `at most by`
-    shows the largest difference of an element; `relative` is the RMS of the difference divided by the RMS of FIRST. The
-    command exits with status 0 if both are the same, 1 if they differ, 2 if it can't compare them.
+    FIRST and SECOND are paths or URLs of checkpoints, or of anything else that 'ckpt merge' reads, such as a .pt file.
+    A root stands for its newest checkpoint. If both are ckpt checkpoints, or both are torch.save files, diff compares
+    all parts and values; otherwise it compares only the model. Tensors whose names differ only in a number share a
+    line. The column `at most by` shows the largest difference in any element; `relative` is the RMS of the difference
+    divided by the RMS of FIRST. The command exits with status 0 if both are the same, 1 if they differ, and 2 if it
+    can't compare them.
 
     \b
     ckpt diff runs/a/step-00000500 runs/b/step-00000500

@@ -71,7 +71,7 @@ _RIGHT_ALIGNED = ("step", "age", "size", "world")
     is_flag=True,
     help="Also list checkpoints that retention removed, or that a newer save of the same name replaced.",
 )
-@click.option("--verify", is_flag=True, help="Read every byte, and compare it with its hash.")
+@click.option("--verify", is_flag=True, help="Read every file completely, and verify its hashes.")
 @click.option("--json", "as_json", is_flag=True, help="Print a list of JSON objects for other programs to read.")
 def ls(root: str, every: bool, verify: bool, as_json: bool) -> None:
     """List the checkpoints in ROOT, newest first. In a folder with several roots, list the roots.

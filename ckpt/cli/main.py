@@ -23,7 +23,7 @@ _OF_CLICK = (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPip
 # every command and what it says of itself: its module is imported when it runs
 COMMANDS = {
     "convert": "Convert a checkpoint between formats, and list what the new format can't hold.",
-    "demo": "Train a small model, kill the training in the middle of a save, resume it, and compare.",
+    "demo": "Train a small model twice, once killed in the middle of a save and resumed, and compare the results.",
     "diff": "Compare two checkpoints, FIRST and SECOND, and list the tensors and values that differ.",
     "key": "Make keys that sign checkpoints, for ckpt.Signing(key=...) and 'ckpt verify --key'.",
     "ls": "List the checkpoints in ROOT, newest first.",
@@ -33,9 +33,9 @@ COMMANDS = {
     "pull": "Copy a checkpoint, a root or other files from SOURCE to DESTINATION, and verify the copy.",
     "push": "Publish the model of the checkpoint at SOURCE as REPO_ID on the Hub.",
     "report": "Write a page about the run in ROOT: HTML if the file ends with .html, otherwise Markdown.",
-    "selftest": "Check whether SCRIPT resumes exactly: run it straight, then kill and resume it, and compare.",
+    "selftest": "Check whether SCRIPT resumes exactly: run it straight through, then kill and resume it, and compare.",
     "show": "Show what is in SOURCE: parts, tensors, progress and files.",
-    "verify": "Read every byte of the checkpoint at URL, or of all checkpoints of a root.",
+    "verify": "Read every byte of the checkpoint at URL, or of all checkpoints in a root, and verify the hashes.",
 }
 
 

@@ -43,7 +43,7 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
     "--keep-every", "every", type=int, metavar="STEPS", help="Also keep checkpoints whose step is a multiple of STEPS."
 )
 @click.option(
-    "--grace", callback=_seconds, default="24h", show_default=True, help="Keep leftovers younger than this time."
+    "--grace", callback=_seconds, default="24h", show_default=True, help="Keep leftovers that are younger than this."
 )
 @click.option(
     "--verify/--no-verify", default=True, show_default=True, help="First verify every byte of the newest checkpoint."
@@ -57,11 +57,11 @@ def prune(
     """Remove old checkpoints and the leftovers of crashed saves from ROOT.
 
     Without a --keep option, prune keeps all checkpoints, and removes only leftovers: files and uploads of saves that a
-    crash cut off longer ago than --grace. Prune never removes the newest intact checkpoint, or one that a process
-    reads.
+    crash cut off longer ago than --grace. Prune never removes the newest intact checkpoint, or one that a process is
+    reading.
 
-    Prune shows you what it will remove, and asks before it does. In a script or a cron job, where nobody can answer,
-    give --yes: otherwise prune exits with status 2 and removes nothing.
+    Prune shows you what it would remove, and asks before it removes anything. In a script or a cron job, where nobody
+    can answer, give --yes: otherwise prune exits with status 2 and removes nothing.
 
     \b
     ckpt prune runs/mrpc --keep-last 3 --dry-run
@@ -70,7 +70,7 @@ def prune(
     keep = _rules(mode, **rules)
     storage = open_storage(root)
     if squash and not isinstance(storage, HubStorage):
-        raise click.UsageError(f"--squash works only on the Hub, which keeps old commits: {root} has none")
+        raise click.UsageError(f"--squash works only on the Hub: {root} has no old commits")
     plan = Plan.of(storage, keep, grace, verify=verify)
     for line in _lines(plan.outcome):
         echo(line)
@@ -78,8 +78,8 @@ def prune(
         return
     if not yes and not sys.stdin.isatty():
         raise click.UsageError(
-            f"nothing was removed, because nobody can answer here. To remove {_total(plan.outcome)}, add --yes. To see "
-            f"what would be removed, add --dry-run."
+            "nothing was removed, because prune can't ask you: standard input is not a terminal. To remove "
+            f"{_total(plan.outcome)}, add --yes. To see what would be removed, add --dry-run."
         )
     if not yes:
         forgotten = ", and forget the history of the branch" if squash else ""

@@ -31,7 +31,10 @@ def _modes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
     help="The file to write. By default, the page goes to standard output.",
 )
 @click.option(
-    "--format", "kind", type=click.Choice([HTML, MARKDOWN]), help="The format, if the file's suffix doesn't show it."
+    "--format",
+    "kind",
+    type=click.Choice([HTML, MARKDOWN]),
+    help="The format of the page, if the file's suffix doesn't show it.",
 )
 @click.option(
     "--best", "modes", multiple=True, callback=_modes, metavar="METRIC=min|max",
@@ -40,8 +43,8 @@ def _modes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
 def report(root: str, output: Path | None, kind: str | None, modes: dict[str, str]) -> None:
     """Write a page about the run in ROOT: HTML if the file ends with .html, otherwise Markdown.
 
-    The page shows metrics by step, how long training waited for saves, sizes, health, and for each restart the
-    checkpoints that it skipped. The report reads only manifests and the sizes of files.
+    The page shows metrics by step, how long training waited for saves, the size and state of the checkpoints, and which
+    checkpoints each restart skipped. The command reads only manifests and file sizes.
 
     The HTML page is a single file without scripts, and loads no other files.
 

@@ -19,19 +19,21 @@ import click
 @click.option(
     "--kills", default=3, show_default=True, type=click.IntRange(min=1), help="The number of times to kill the script."
 )
-@click.option("--save-every", type=click.IntRange(min=1), help="Save every N steps, instead of when the script says.")
+@click.option("--save-every", type=click.IntRange(min=1), help="Save every N steps, whatever the script sets.")
 @click.option(
     "--seed", default=0, show_default=True, help="The seed that chooses the steps after which to kill the script."
 )
-@click.option("--timeout", default=600.0, show_default=True, help="The number of seconds that each process may take.")
+@click.option(
+    "--timeout", default=600.0, show_default=True, help="The longest time that each process may take, in seconds."
+)
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def selftest(script: str, **options: Any) -> None:
-    """Check whether SCRIPT resumes exactly: run it straight, then kill and resume it, and compare.
+    """Check whether SCRIPT resumes exactly: run it straight through, then kill and resume it, and compare.
 
     The selftest compares every batch, loss, gradient, learning rate and parameter, step by step, and the final
-    checkpoint. If the runs differ, the selftest names the first such step and what differs, with a hint. Make the run
-    short: few epochs, little data.
+    checkpoint. If the runs differ, the selftest names the first step that differs, says what differs, and gives a hint.
+    Make the run short: few epochs, little data.
 
     \b
     ckpt selftest train.py --epochs 2
@@ -39,7 +41,7 @@ def selftest(script: str, **options: Any) -> None:
     ckpt selftest train.py --output_dir {root}      # for scripts that use the folder themselves
 
     The script's managers save into temporary folders. The command exits with status 0 if the resume is exact, 1 if not,
-    2 if there is nothing to compare.
+    and 2 if there is nothing to compare.
     """
     from ckpt.errors import ConfigError
     from ckpt.selftest import Program, ProgramError, check

@@ -22,7 +22,7 @@ Examples:
 @click.argument("source", shell_complete=checkpoint_or_path)
 @click.argument("destination", shell_complete=checkpoint_or_path)
 @click.option("--to", default="ckpt", show_default=True, type=click.Choice(WRITTEN), help="The format to write.")
-@click.option("--format", help="The format to read, if SOURCE has saves in several: deepspeed, hf, ...")
+@click.option("--format", help="The format to read, if SOURCE has saves in several formats: deepspeed, hf, ...")
 @click.option("--name", help="The name of the new checkpoint in the root. By default, this is the source's name.")
 @click.option("--max-shard-size", help="With --to hf: write shards of at most this size, such as 5GB.")
 @with_trust
@@ -30,10 +30,9 @@ def convert(source: str, destination: str, **options: Any) -> None:
     """Convert a checkpoint between formats, and list what the new format can't hold.
 
     SOURCE is a checkpoint of ckpt, Accelerate, DeepSpeed, Lightning, Megatron-Core, the Trainer or
-    torch.distributed.checkpoint, a file of torch.save, or safetensors: ckpt recognises the format. A root of ckpt
-    stands for its newest checkpoint. DESTINATION is a root for --to ckpt, a new file for torch and lightning, otherwise
-    a new folder.
-    """
+    torch.distributed.checkpoint, or a torch.save or safetensors file. ckpt recognises the format. A ckpt root stands
+    for its newest checkpoint. DESTINATION is a root for --to ckpt, a new file for torch and lightning, otherwise a new
+    folder."""
     from ckpt.tools.convert import convert
 
     echo(str(convert(source, destination, **options)))
@@ -42,17 +41,17 @@ def convert(source: str, destination: str, **options: Any) -> None:
 @click.command()
 @click.argument("source", shell_complete=checkpoint_or_path)
 @click.argument("destination", shell_complete=checkpoint_or_path)
-@click.option("--dtype", help="Cast floating point tensors: bfloat16, float16, float32, ...")
-@click.option("--max-shard-size", help="Write shards of at most this size and an index: 5GB, 500MiB, ...")
+@click.option("--dtype", help="Cast floating point tensors to this dtype: bfloat16, float16, float32, ...")
+@click.option("--max-shard-size", help="Write an index and shards of at most this size: 5GB, 500MiB, ...")
 @click.option("--part", default="model", show_default=True, help="The part of the checkpoint to read.")
-@click.option("--format", help="The format to read, if SOURCE has saves in several: deepspeed, hf, ...")
+@click.option("--format", help="The format to read, if SOURCE has saves in several formats: deepspeed, hf, ...")
 @with_trust
 def merge(source: str, destination: str, **options: Any) -> None:
     """Merge the checkpoint at SOURCE into one safetensors file, DESTINATION.
 
-    SOURCE is a checkpoint of ckpt, a folder of torch.distributed.checkpoint, an FSDP folder of Accelerate, a save of
-    DeepSpeed (merge takes its master weights), or a file of safetensors, torch.save or Lightning. A root of ckpt stands
-    for its newest checkpoint.
+    SOURCE is a ckpt checkpoint, a torch.distributed.checkpoint folder, an FSDP folder from Accelerate, a DeepSpeed save
+    (merge takes its master weights), or a safetensors, torch.save or Lightning file. A ckpt root stands for its newest
+    checkpoint.
 
     \b
     ckpt merge runs/mrpc/step-00001000 model.safetensors
@@ -75,10 +74,10 @@ def pull(source: str, destination: str, **options: Any) -> None:
     """Copy a checkpoint, a root or other files from SOURCE to DESTINATION, and verify the copy.
 
     SOURCE is a repository on the Hub (user/repo, or hub://user/repo@revision/path for a part of it), another URL
-    (s3://bucket/run), a folder or a file. Of a root, pull copies all checkpoints. DESTINATION is a folder or a URL.
-    A checkpoint becomes a folder below DESTINATION, and a run can resume from it. Other files in DESTINATION stay.
-    Without a network, pull takes files of the Hub from Hugging Face's cache. Pull takes the Hub's token from HF_TOKEN
-    or 'hf auth login'.
+    (s3://bucket/run), a folder or a file. From a root, pull copies all checkpoints. DESTINATION is a folder or a URL. A
+    checkpoint becomes a folder below DESTINATION, and a run can resume from it. Pull leaves other files in DESTINATION
+    unchanged. Without a network, pull reads files of the Hub from Hugging Face's cache. Pull takes the Hub token from
+    HF_TOKEN or 'hf auth login'.
 
     \b
     ckpt pull s3://bucket/mrpc runs/mrpc
@@ -97,32 +96,34 @@ def pull(source: str, destination: str, **options: Any) -> None:
 @click.option("--revision", help="The branch to commit to. If there is no such branch, push creates it.")
 @click.option("-m", "--message", "commit_message", help="The commit's title.")
 @click.option("--create-pr", is_flag=True, help="Open a pull request, and print its URL.")
-@click.option("--dtype", help="Cast floating point tensors: bfloat16, float16, float32, ...")
+@click.option("--dtype", help="Cast floating point tensors to this dtype: bfloat16, float16, float32, ...")
 @click.option(
-    "--max-shard-size", default="5GB", show_default=True, help="Write shards of at most this size and an index."
+    "--max-shard-size",
+    default="5GB",
+    show_default=True,
+    help="Write an index and shards of at most this size: 5GB, 500MiB, ...",
 )
 @click.option("--part", default="model", show_default=True, help="The part of the checkpoint to read.")
-@click.option("--format", help="The format to read, if SOURCE has saves in several: deepspeed, hf, ...")
+@click.option("--format", help="The format to read, if SOURCE has saves in several formats: deepspeed, hf, ...")
 @click.option(
     "--beside",
     type=click.Path(exists=True, file_okay=False),
-    help="A folder with more files to push, such as a tokenizer or a config, but no weights.",
+    help="A folder with more files to push, such as a tokenizer or a config; its weights are left out.",
 )
 @click.option("--license", help="The license to name in the model card: apache-2.0, mit, ...")
 @click.option(
     "--card/--no-card",
     default=True,
     show_default=True,
-    help="Write the model card, or leave an existing one unchanged.",
+    help="Write a model card, or leave the existing card unchanged.",
 )
 @with_trust
 def push(source: str, repo_id: str, license: str | None, card: bool, **options: Any) -> None:
     """Publish the model of the checkpoint at SOURCE as REPO_ID on the Hub.
 
-    SOURCE is a checkpoint of ckpt, sharded or not, or whatever else 'ckpt merge' reads. A root of ckpt stands for its
-    newest checkpoint. REPO_ID is user/name. If the repository does not exist, push creates it. One commit has
-    everything, and push sends only files that the Hub doesn't have. Push takes the token from HF_TOKEN or 'hf auth
-    login'.
+    SOURCE is a ckpt checkpoint, sharded or not, or anything else that 'ckpt merge' reads. A ckpt root stands for its
+    newest checkpoint. REPO_ID is user/name. If the repository does not exist, push creates it. Push makes one commit,
+    and uploads only files that the Hub doesn't have. Push takes the Hub token from HF_TOKEN or 'hf auth login'.
 
     \b
     ckpt push runs/mrpc/step-00001000 user/mrpc --beside model --license mit

@@ -30,12 +30,11 @@ from ckpt.util.console import format_size, one_line
 @click.option("--json", "as_json", is_flag=True, help="Print a list of JSON objects for other programs to read.")
 @with_trust
 def verify(url: str, *, repair: bool, sources: tuple[str, ...], as_json: bool, **trusted: Any) -> None:
-    """Read every byte of the checkpoint at URL, or of all checkpoints of a root.
+    """Read every byte of the checkpoint at URL, or of all checkpoints in a root, and verify the hashes.
 
-    Only checkpoints of ckpt have hashes: verify can't check files of other tools. Hashes find damage. Signatures find
-    tampering: to check them, give --key or set CKPT_VERIFY_KEY. With --repair, verify restores a damaged file from
-    another checkpoint in these roots with the same bytes, or from the checkpoint of the same name in a root that you
-    give with --from.
+    Only ckpt checkpoints have hashes, so verify can't check other tools' files. Hashes find damage. Signatures find
+    tampering: to check them, give --key or set CKPT_VERIFY_KEY. With --repair, verify restores a damaged file from any
+    checkpoint that has the same bytes, in this root or in a root that you name with --from.
 
     The command exits with status 1 if a checkpoint is damaged or unreadable. A run may use the root at the same time:
     verify does not count a checkpoint as damaged while a run saves or removes it.
@@ -45,7 +44,7 @@ def verify(url: str, *, repair: bool, sources: tuple[str, ...], as_json: bool, *
     ckpt verify /nvme/mrpc --repair --from s3://bucket/mrpc
     """
     if sources and not repair:
-        raise click.UsageError("--from only works with --repair: give --repair too")
+        raise click.UsageError("--from only works with --repair: add --repair")
     if repair and as_json:
         raise click.UsageError("--json can't be combined with --repair: repair first, then verify with --json")
     trust = verifying.required_by(**trusted)
@@ -53,7 +52,7 @@ def verify(url: str, *, repair: bool, sources: tuple[str, ...], as_json: bool, *
     others = [open_storage(source) for source in sources]
     if not names:
         hint = foreign_hint([entry.key for entry in storage.list()])
-        raise MissingError(f"there are no checkpoints in {url}, and so no hashes to verify.{hint}")
+        raise MissingError(f"there are no checkpoints in {url}, so there are no hashes to verify.{hint}")
     width = max(len(shown(name)) for name in names)
     verdicts = []
     if as_json:
@@ -138,7 +137,7 @@ def key() -> None:
 @key.command()
 @click.argument("path")
 def new(path: str) -> None:
-    """Write a new private key to PATH, which only you can read, and the public key to PATH.pub."""
+    """Write a new private key, which only you can read, to PATH, and its public key to PATH.pub."""
     from ckpt.root.signing import find_verify_keys, new_key, shown
 
     public = new_key(path)

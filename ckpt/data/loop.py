@@ -256,11 +256,11 @@ class Loop:
 
         After a `go_back` in the middle of the epoch, the iteration continues at the new position."""
         if not isinstance(loader, Iterable):
-            raise ConfigError(f"batches() needs a loader, but ckpt can't iterate over a {type(loader).__name__}.")
+            raise ConfigError(f"batches() needs a loader, but a {type(loader).__name__} is not iterable.")
         if isinstance(loader, _ONE_SHOT):
             name = type(loader).__name__
             raise ConfigError(
-                f"batches() can't resume a {name} object, which starts its loaders before ckpt can take them to their "
+                f"batches() can't resume a {name} object, because it starts its loaders before ckpt can restore their "
                 f"positions. Put batches() around each loader instead: {_rewritten(name)}."
             )
         return Batches(self, Pass(loader, None), begin, start)

@@ -19,7 +19,7 @@ from ckpt.util.checked_json import is_text
 def checked_metrics(metrics: Any) -> dict[str, Any]:
     """Metrics to be kept until a save, if there is one. Nothing waits for the device."""
     if metrics is not None and not isinstance(metrics, Mapping):
-        raise MetricError(f"metrics must be a dict of names and numbers, not {metrics!r}.")
+        raise MetricError(f"metrics must be a dict that maps names to numbers, not {metrics!r}.")
     unfit = [key for key, value in (metrics or {}).items() if not isinstance(key, str) or not _is_one_number(value)]
     if unfit:
         raise MetricError(f"metrics must have one number for each name: {', '.join(map(repr, unfit))} is not a number.")

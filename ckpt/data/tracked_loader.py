@@ -289,10 +289,9 @@ def _refuse_state_of_others(keeper: Stateful, state: Any) -> None:
     if isinstance(mine, str) and "world_size" in own and mine not in state:
         saved = ", ".join(str(key) for key in state if key != "world_size")
         raise StateError(
-            f"{type(keeper).__name__} has the data of {mine}, but this rank saved that of {saved}: the mesh divides "
-            "the ranks in another way. Resume with the saved dimensions, or leave out dataloader=: the data then "
-            "starts "
-            "over."
+            f"{type(keeper).__name__} reads the data of {mine}, but this rank saved the position of {saved}: the mesh "
+            "divides the ranks in another way. Resume with the mesh dimensions of the saved run, or leave out "
+            "dataloader=, which starts the data over."
         )
 
 
@@ -408,8 +407,8 @@ class ByIndex(RestoreStrategy):
     def open(self) -> Iterator[Any]:
         if not getattr(self._loader, "in_order", True):
             raise ConfigError(
-                "a DataLoader with in_order=False gives batches in an order that depends on timing, so no run can "
-                "continue in mid-epoch. Build the DataLoader with in_order=True."
+                "a DataLoader with in_order=False yields batches in an order that depends on timing, so no run can "
+                "resume within an epoch. Build the DataLoader with in_order=True."
             )
         if not self._cursor.reads:
             self._cursor.begin()

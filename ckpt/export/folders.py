@@ -79,7 +79,7 @@ def _refuse_place(final: Path, shown: str, *, over: bool) -> None:
         raise ConfigError(f"{shown} is a link, or not a folder. Choose another place for the model.")
     if os.path.commonpath([final, os.getcwd()]) == str(final):  # the process would be left in a folder that is gone
         raise ConfigError(
-            f"{shown} is the current folder, or contains it, so ckpt can't replace it. Name a new folder inside."
+            f"{shown} is or contains the current folder, so ckpt can't replace it. Name a new folder inside it."
         )
 
 
@@ -87,7 +87,7 @@ def refuse_checkpoints(directory: Path) -> None:
     """Refuse a folder whose files a run may be using."""
     if (directory / FILE_NAME).exists() or any(directory.glob(f"*/{FILE_NAME}")):
         raise ConfigError(
-            f"{directory} contains checkpoints, and ckpt does not overwrite them. Choose another place for the model."
+            f"{directory} contains checkpoints, which ckpt does not overwrite. Choose another place for the model."
         )
 
 

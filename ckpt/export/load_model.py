@@ -265,20 +265,20 @@ def load_model(
     """Load a model's tensors from a checkpoint, or from files that another tool wrote.
 
     The model may be wrapped, compiled or sharded. Every rank makes this call, and reads only its own shards. To load a
-    published PEFT adapter, pass a model that has one. If Transformers renames or joins weights when it loads them, ckpt
-    does the same.
+    published PEFT adapter, pass a model that has an adapter. If Transformers renames or joins weights when it loads
+    them, ckpt does the same.
 
-    ckpt verifies checkpoints by the hashes in their manifests, and files of the Hub by the hashes that the Hub lists.
-    Without a network, ckpt takes a model of the Hub from Hugging Face's cache, if you have loaded or pulled it before.
-    ckpt reads remote files only once, and verifies the bytes as they arrive: when ckpt finds damage, the model
-    already has a part of these bytes.
+    ckpt verifies checkpoints with the hashes in their manifests, and files from the Hub with the hashes that the Hub
+    lists. Without a network, ckpt reads a Hub model from Hugging Face's cache, if you have loaded or pulled it before.
+    ckpt reads remote files only once, and verifies the bytes as they arrive: if ckpt finds damage, the model already
+    holds some of these bytes.
 
     Args:
         source: A checkpoint, a root (ckpt loads its newest intact checkpoint, and warns about newer ones), a folder or
-            file of safetensors, or whatever else `merge` reads, at a path or URL: `hub://user/repo`.
+            file of safetensors, or anything else that `merge` reads, at a path or URL: `hub://user/repo`.
         model: The model to load into.
         part: The part of the checkpoint to load, if not the model.
-        format: The format to load, if a folder has saves in several: `"deepspeed"`, `"hf"`.
+        format: The format to load, if a folder has saves in several formats: `"deepspeed"`, `"hf"`.
         strict: If anything does not fit, raise an error and change nothing. ckpt casts floating point tensors of
             another dtype if another tool wrote the file.
         storage_options: For a URL, as for `StateManager`: `{"token": ...}` for the Hub.
@@ -363,7 +363,7 @@ def _load_checkpoint(
     choice = _choose_and_restore(request, storage, names[0] if len(names) == 1 else None, trust=trust)
     if ranks.rank == MAIN:
         for newer, why in choice.passed_over.items():
-            _log.warning("ckpt skips the newer %s: %s", newer, one_line(why))
+            _log.warning("ckpt skips the newer checkpoint %s: %s", newer, one_line(why))
         trust.warn(choice.manifest)
         say(f"loaded {part.key} of {storage.url}/{choice.manifest.name}")
     noted = {**choice.ready.notes.skipped, **choice.ready.notes.approximated}

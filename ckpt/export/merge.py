@@ -41,15 +41,15 @@ def merge(
     `merge` writes tied weights once, and needs less than 256 MB of memory. The file appears only when it is complete.
 
     Args:
-        source: A ckpt checkpoint, a root (`merge` takes its newest intact checkpoint, and warns about newer ones), or a
-            file or folder of another tool that `convert` reads, at a path or URL. From DeepSpeed it takes the master
-            weights.
+        source: A ckpt checkpoint, a root (`merge` takes its newest intact checkpoint, and warns about newer ones), or
+            another tool's file or folder that `convert` reads, at a path or URL. From DeepSpeed, `merge` takes the
+            master weights.
         destination: A file that ends with `.safetensors`, at a path or URL.
         dtype: The dtype to cast floating point tensors to.
         max_shard_size: The largest size of a file, in bytes or as `"5GB"`; a larger model becomes shards and
             `model.safetensors.index.json`.
         part: The part of the checkpoint to write, if not the model.
-        format: The format to read, if a folder has saves in several: `"deepspeed"`, `"hf"`.
+        format: The format to read, if a folder has saves in several formats: `"deepspeed"`, `"hf"`.
         storage_options: Credentials and the like, for URLs on both sides.
         verify_key: As in `Signing`: ckpt warns if none of these keys has signed the source.
         require_signed: As `required` of `Signing`.
@@ -88,7 +88,7 @@ class _Destination:
         if not name or os.path.isdir(text):
             raise ConfigError(f"{text} is a folder. Name a file in it: {text.rstrip('/')}/model{SUFFIX}.")
         if not name.endswith(SUFFIX) or folder.endswith(":/"):
-            raise ConfigError(f"ckpt can't write to {text}. Name a file that ends with {SUFFIX}, in a folder.")
+            raise ConfigError(f"ckpt can't write to {text}. Name a file in a folder, with the suffix {SUFFIX}.")
         return cls(open_url(folder or slash or ".", options), name)
 
     def check_free(self, files: list[FilePlan]) -> None:

@@ -37,6 +37,6 @@ def _parse_shard_size(size: int | str) -> int:
     parsed = parse_size(size)
     if parsed is None:
         raise ConfigError(
-            f"max_shard_size={size!r} is not a size. Give a number of bytes, or text such as '5GB' or '500MiB'."
+            f"max_shard_size={size!r} is not a size. Give a number of bytes, or a string such as '5GB' or '500MiB'."
         )
     return parsed

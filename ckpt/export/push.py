@@ -235,12 +235,13 @@ def push_to_hub(
 ) -> str:
     """Publish a model on the Hub in one commit: from a checkpoint, sharded or not, or from a folder of safetensors.
 
-    The commit has everything: weights, `config.json`, tokenizer, the files in `beside`, and the model card. ckpt sends
-    only files that the Hub doesn't have, so the next push continues an interrupted one. If nothing has
-    changed, ckpt makes no commit. With several processes, only the main one talks to the Hub, and the others wait.
+    The commit contains the weights, `config.json`, the tokenizer, the files in `beside`, and the model card. ckpt
+    uploads only files that the Hub doesn't have, so if a push is interrupted, the next push continues it. If nothing
+    has changed, ckpt makes no commit. With several processes, only the main process talks to the Hub, and the others
+    wait.
 
     Args:
-        source: Whatever `merge` reads, at a path or URL.
+        source: Anything that `merge` reads, at a path or URL.
         repo_id: `user/name`; created if it does not exist.
         private: Make a new repository private.
         revision: A branch; created if it does not exist.
@@ -252,9 +253,9 @@ def push_to_hub(
         card: False for no model card, or a dict for its front matter: `{"license": "apache-2.0"}`.
         tokenizer: A tokenizer to add to the commit.
         processor: A processor to add to the commit.
-        beside: A folder with more files for the commit: a tokenizer, a config; no weights.
+        beside: A folder with more files for the commit, such as a tokenizer or a config; its weights are left out.
         part: The model to push, if there are several.
-        format: The format to push, if a folder has saves in several: `"deepspeed"`, `"hf"`.
+        format: The format to push, if a folder has saves in several formats: `"deepspeed"`, `"hf"`.
         storage_options: For a `source` that is a URL, as for the manager.
         timeout: Seconds to wait for other ranks.
         verify_key: As in `Signing`: ckpt warns if none of these keys has signed the source.
@@ -278,7 +279,8 @@ def push_to_hub(
         with _prepare(os.fspath(source), part, format, request, storage_options) as publication:
             if not {CONFIG, ADAPTER_CONFIG} & {path.rpartition("/")[2] for path in publication.paths()}:
                 _log.warning(
-                    "the push has no %s, which from_pretrained needs. Give a folder with that file: beside=.", CONFIG
+                    "the push contains no %s, which from_pretrained needs. Pass a folder with this file as beside=.",
+                    CONFIG,
                 )
             return target.publish(publication)
 
@@ -312,8 +314,8 @@ def _prepare(
         if place.format in (HF, PEFT) and os.path.isdir(source) and any(Path(source).glob(f"*{SUFFIX}")):
             if request.options != ExportOptions.parse(None, SHARD_SIZE):
                 raise ConfigError(
-                    f"ckpt pushes the files of {source} unchanged. Leave out dtype= and max_shard_size=, which are for "
-                    "checkpoints."
+                    f"ckpt pushes the files of {source} unchanged. Leave out dtype= and max_shard_size=, which apply "
+                    "only to checkpoints."
                 )
             request.trust.refuse_unsigned(source)
             request.write_companions(folder)
@@ -332,7 +334,9 @@ def _prepare(
 
 def _copy_beside(beside: Path, folder: Path) -> None:
     if not beside.is_dir():
-        raise ConfigError(f"beside={str(beside)!r} is not a folder. Give the folder of a tokenizer or a config.")
+        raise ConfigError(
+            f"beside={str(beside)!r} is not a folder. Give a folder that contains a tokenizer or a config."
+        )
     for path in beside.iterdir():
         if path.is_file() and belongs_beside(path.name):
             (folder / path.name).write_bytes(path.read_bytes())
@@ -375,7 +379,7 @@ class Pusher:
         return self._background.busy
 
     def wait(self) -> None:
-        """Block until no push is under way. Raises the error of a push in the background, once."""
+        """Block until no push is under way. Raises the error of a failed background push, once."""
         self._background.wait()
 
     def _write_files(

@@ -178,8 +178,8 @@ def check_processors(**given: Processor | None) -> tuple[Processor, ...]:
     wrong = [f"{name}={value!r}" for name, value in given.items() if value is not None and not _is_processor(value)]
     if wrong:
         raise ConfigError(
-            f"{', '.join(wrong)}: give an object with save_pretrained, such as AutoTokenizer.from_pretrained(...) "
-            "returns."
+            f"{', '.join(wrong)}: give an object that has save_pretrained, such as the result of "
+            "AutoTokenizer.from_pretrained(...)."
         )
     return tuple(processor for processor in given.values() if processor is not None)
 
@@ -213,5 +213,5 @@ def _fields(path: str, beside: Mapping[str, Callable[[], bytes]]) -> dict[str, A
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}.") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} is not a configuration: it has a {type(found).__name__}, not a dict.")
+        raise ConfigError(f"{path} is not a configuration: it contains a {type(found).__name__}, not a dict.")
     return found

@@ -82,8 +82,8 @@ def warn_of_variants(where: str, names: Collection[str]) -> None:
     """Say which tensors several ranks have different values of."""
     if names:
         _log.warning(
-            "%s: ranks saved different values of %s, so ckpt takes those of rank 0, or of the first rank that has "
-            "them.",
+            "%s: ranks saved different values of %s, so ckpt takes the values from rank 0, or from the first rank "
+            "that has them.",
             where, few(list(names), _FEW_NAMES),
         )  # fmt: skip
 
@@ -168,7 +168,7 @@ def _check_table(tensors: Mapping[str, PiecedTensor], table: ShardTable, where: 
     wrong += [alias for alias, first in table.aliases.items() if first not in tensors]
     if wrong:
         listed = ", ".join(sorted(wrong)[:_FEW])
-        raise DamagedError(f"{where} is damaged: its files do not match its table of shards: {listed}.")
+        raise DamagedError(f"{where} is damaged: its files do not match its shard table: {listed}.")
 
 
 def _state(storage: Storage, manifest: Manifest, part: str) -> Mapping[str, Any]:
@@ -219,7 +219,7 @@ def open_source(
 ) -> Iterator[TensorSource]:
     """Open a part of the checkpoint, folder or file at a path or URL; of a root, of its newest checkpoint."""
     if not isinstance(part, str):
-        raise ConfigError(f"part={said(part)} must be the name of a part, as text.")
+        raise ConfigError(f"part={said(part)} must be a string, the name of a part.")
     place = Place.at(source, options, format)
     if place.is_ours:
         with open_checkpoint(place.checkpoint(trust).tell(), part, trust) as opened:
@@ -281,7 +281,7 @@ def _of_accelerate(place: Place, part: str) -> TensorSource:
     found = saved.part(kind, int(number or numbers[0]))
     tensors = {name: item for name, item in found.items() if isinstance(item, PiecedTensor)}
     if not tensors:
-        raise MissingError(f"the part {part!r} of {folder.where} has no tensors with names.")
+        raise MissingError(f"the part {part!r} of {folder.where} has no named tensors.")
     _warn_of_others(folder.where, sorted(str(name) for name in found if name not in tensors))
     return TensorSource(tensors)
 
@@ -291,7 +291,7 @@ def _of_trainer(place: Place, part: str) -> TensorSource:
     for inside in (DEEPSPEED, ACCELERATE, PEFT, HF):
         if inside.sign(place.folder.files):
             return open_foreign(replace(place, format=inside), part)
-    raise MissingError(f"{place.where} has no model, only other files of a Trainer.")
+    raise MissingError(f"{place.where} has no model, only other Trainer files.")
 
 
 def _warn_of_others(where: str, others: list[str]) -> None:
@@ -323,7 +323,7 @@ def _weights(place: Place, part: str) -> TensorSource:
     tensors = tensors_at(folder, index)  # first: an index that is none of a model says nothing about two of them
     if whole in files and whole not in read_weight_map(folder.document(index), f"{folder.where}/{index}").values():
         raise ConfigError(
-            f"{folder.where} has a model in shards, and another one in {whole}. Name the one to read: "
+            f"{folder.where} has a model in shards, and another model in {whole}. Name the file to read: "
             f"{folder.where}/{index} or {folder.where}/{whole}."
         )
     return TensorSource(tensors, beside=beside(folder))
@@ -331,14 +331,14 @@ def _weights(place: Place, part: str) -> TensorSource:
 
 def _require_model(place: Place, part: str) -> None:
     if part != "model":
-        raise MissingError(f"{place.where} has no part {part!r}: files of safetensors have only a model.")
+        raise MissingError(f"{place.where} has no part {part!r}: safetensors files contain only a model.")
 
 
 def _of_deepspeed(place: Place, part: str) -> TensorSource:
     save = deepspeed.save_in(place.folder)
     if part != "model":
         raise MissingError(
-            f"ckpt can't read the part {part!r} of {save.where}: from DeepSpeed's files it reads only the model."
+            f"ckpt can't read the part {part!r} of {save.where}: it reads only the model from DeepSpeed's files."
         )
     return TensorSource(deepspeed.SavedEngine(save).model())
 
@@ -357,7 +357,9 @@ def _of_dcp(place: Place, part: str) -> TensorSource:
     names = unwrapped(chosen.tensors)
     folder.check(dcp.needed_files(chosen.tensors.values()))
     if chosen.others:
-        _log.warning("%s: ckpt leaves out what is not a tensor: %s.", where, ", ".join(sorted(chosen.others)))
+        _log.warning(
+            "%s: ckpt leaves out everything that is not a tensor: %s.", where, ", ".join(sorted(chosen.others))
+        )
     tensors = {names[name]: saved.pieced(name, folder.opened, where) for name, saved in chosen.tensors.items()}
     check_complete(tensors, where)
     return TensorSource(tensors)

@@ -122,9 +122,9 @@ class MainProcessSaves:
         mine = [self._met + 1, *self._place()]
         if theirs != mine:
             raise RanksError(
-                f"rank 0 called save_state() at a point that this rank has passed, so their states would not match. "
-                f"Meeting, epoch, batch, step and the accelerator's step: {theirs} on rank 0, {mine} here. Save after "
-                f"everything else that you do for a batch, or on every rank."
+                "rank 0 called save_state() at a point that this rank has already passed, so their states would not "
+                f"match. Sync point, epoch, batch, step and the accelerator's step: {theirs} on rank 0, {mine} on this "
+                "rank. Make save_state() the last call for a batch, or call it on every rank."
             )
 
 
@@ -151,15 +151,15 @@ def attach(
         accelerator.save_state()            # as before
         accelerator.load_state()
 
-    The rest of your script stays the same: a `for` over a prepared loader continues where it stopped, and
+    The rest of your script stays the same: a `for` loop over a prepared loader continues where it stopped, and
     `accelerator.skip_first_batches` takes that into account. If you attach again, ckpt closes the previous manager.
 
     Args:
         accelerator: The accelerator; ckpt replaces its `save_state` and `load_state`.
         root: The place for the checkpoints. You can leave it out if the accelerator's project has a `project_dir`.
         main_process_saves: For scripts that call `save_state` under `if accelerator.is_main_process`. The other ranks
-            join that save before they read their next batch of a prepared loader, or in `wait_for_everyone()`. Every
-            rank asks the main one there, which costs a request to the store for each batch.
+            join that save before they read their next batch of a prepared loader, or in `wait_for_everyone()`. There,
+            every rank asks the main rank, which costs a request to the store for each batch.
         **options: Options of `StateManager`.
     """
     if not isinstance(main_process_saves, bool):
@@ -236,8 +236,8 @@ class _Attached:
                 return self._save(given)
         if not self._alone.join_next():
             raise RanksError(
-                f"this rank called save_state({given!r}), but rank 0 went on without it. Call save_state() only on "
-                f"the main process, or on every rank."
+                f"this rank called save_state({given!r}), but rank 0 continued without a save. Call save_state() only "
+                "on the main process, or on every rank."
             )
         return self._saved
 
@@ -290,10 +290,11 @@ class _Attached:
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
     ) -> None:
-        """Load a checkpoint by its name or its folder in the root. Without `input_dir`, load the newest intact one.
+        """Load a checkpoint by its name or its folder in the root. Without `input_dir`, load the newest intact
+        checkpoint.
 
-        You can also name a folder elsewhere that `save_state` or Accelerate itself wrote. If a crash cut off the save
-        of a checkpoint in the root, ckpt warns and loads the newest intact one instead.
+        You can also give a folder outside the root that `save_state` or Accelerate itself wrote. If a crash cut off the
+        save of a checkpoint in the root, ckpt warns you and loads the newest intact checkpoint instead.
         """
         self._warn_of_unused({**(load_kwargs or {}), **load_model_func_kwargs})
         name = None if input_dir is None else self._name_or_path(input_dir)
@@ -325,7 +326,7 @@ class _Attached:
         if restored is not None and session.ranks.rank == MAIN:
             _log.warning(
                 "%s was never committed, so ckpt loaded the newest intact checkpoint, %s. Training is now at step %d, "
-                "even if your script reads another step from the name.", name, restored.name, step,
+                "even if your script reads another step from the checkpoint's name.", name, restored.name, step,
             )  # fmt: skip
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
@@ -338,7 +339,7 @@ class _Attached:
         if done not in (None, num_batches) and self._manager.session.ranks.rank == MAIN:
             _log.warning(
                 "skip_first_batches(%d): the checkpoint says that %d batches of this loader are done, so ckpt skips "
-                "those.", num_batches, done,
+                "that many.", num_batches, done,
             )  # fmt: skip
         return dataloader
 

@@ -93,9 +93,9 @@ def warn_of_unknown_order(trainer: Trainer) -> None:
     wrapped = any(isinstance(sampler, DistributedSamplerWrapper) for sampler in samplers)
     if wrapped and trainer.is_global_zero:
         _log.warning(
-            "a resume in mid-epoch would see the data in another order: Lightning divides a sampler's samples among "
-            "the ranks and saves the position, but not the order. Give the loader a sampler whose order depends on "
-            "seed and epoch: sampler=torch.utils.data.DistributedSampler(dataset).",
+            "a resume within an epoch would read the data in another order: Lightning divides a sampler's samples "
+            "among the ranks, and saves the position but not the order. Give the loader a sampler whose order "
+            "depends on seed and epoch: sampler=torch.utils.data.DistributedSampler(dataset).",
         )
 
 
@@ -159,7 +159,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
     ) -> None:
         """Capture the state and write it. An error of the previous save is raised here."""
         if storage_options is not None:
-            raise ConfigError("CkptIO takes no storage_options: checkpoints go to the path that Lightning gives.")
+            raise ConfigError("CkptIO accepts no storage_options: it saves to the path that Lightning passes.")
         root, name = _split_path(path)
         self._finish_saves()
         request = request_of(check_name(name), checkpoint)
@@ -219,7 +219,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
 
 
 class CkptGenerators(Callback):  # type: ignore[misc]
-    """Saves the random generators of every rank, which Lightning does not: dropout and shuffling resume exactly.
+    """Saves every rank's random generators, which Lightning does not save: dropout and shuffling resume exactly.
 
         Trainer(plugins=[CkptIO()], callbacks=[ModelCheckpoint("checkpoints"), CkptGenerators()])
 

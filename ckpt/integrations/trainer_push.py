@@ -30,9 +30,9 @@ class TrainerPush:
         self._left_out = False
         if args.push_to_hub and args.hub_strategy in _WITH_CHECKPOINTS:
             raise ConfigError(
-                f"hub_strategy={args.hub_strategy.value!r} pushes Trainer's own checkpoint files, which CkptCallback "
-                "does not write. To push the model, use hub_strategy='every_save'. For checkpoints on the Hub, use "
-                "CkptCallback('hub://user/name')."
+                f"hub_strategy={args.hub_strategy.value!r} pushes the Trainer's own checkpoint files, which "
+                "CkptCallback does not write. To push the model, use hub_strategy='every_save'. For checkpoints on "
+                "the Hub, use CkptCallback('hub://user/name')."
             )
         if self._is_on:
             require_client()

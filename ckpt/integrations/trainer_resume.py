@@ -114,9 +114,9 @@ class ResumeSource:
         there = decide_together(ranks, "train() (memory)", mine, lambda each: sorted({*chain(*each)}))
         if there:
             raise ConfigError(
-                f"an earlier run of {self._storage.url} has left {there[-1]} in memory, but this run starts from "
-                "scratch. Call train(resume_from_checkpoint=True), or remove the snapshots: ckpt memory clear "
-                f"{self._storage.url}"
+                f"an earlier run of {self._storage.url} has left a snapshot in memory ({there[-1]}), but this run "
+                "starts from scratch. Call train(resume_from_checkpoint=True), or remove the snapshots: ckpt memory "
+                f"clear {self._storage.url}"
             )
 
     def _refuse_untrusted(self, found: str | bool | None) -> None:
@@ -165,7 +165,7 @@ def _verified_state(storage: Storage, ranks: Ranks, manifest: Manifest) -> dict[
     reader: CheckpointReader = run_on_all_ranks(ranks, call, lambda: CheckpointReader(storage, manifest, ranks.rank))
     if not reader.has(PART):
         raise MismatchError(
-            f"{manifest.name} has no {PART}: no Trainer saved it. Load the checkpoint with StateManager, or give "
+            f"{manifest.name} has no {PART}, so no Trainer saved it. Load the checkpoint with StateManager, or give "
             "CkptCallback another root."
         )
     part: dict[str, Any] = reader.tree(PART)
@@ -174,7 +174,7 @@ def _verified_state(storage: Storage, ranks: Ranks, manifest: Manifest) -> dict[
 
 def _write_files(folder: Path, files: Any, name: str) -> None:
     if not is_mapping(lambda data: isinstance(data, bytes))(files) or not all(map(is_relative, files)):
-        raise DamagedError(f"{name} is damaged: its list of the Trainer's files is not valid.")
+        raise DamagedError(f"{name} is damaged: its list of the Trainer's files is invalid.")
     for path, data in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(data)

@@ -198,7 +198,7 @@ def _callers(functions: Mapping[str, Any]) -> dict[str, FunctionType]:
     uncalled = functions.keys() - {name for method in found.values() for name in method.__code__.co_names}
     if uncalled:
         raise ConfigError(
-            f"the Trainer of transformers {transformers.__version__} does not call {', '.join(sorted(uncalled))}, so "
+            f"the Trainer in transformers {transformers.__version__} does not call {', '.join(sorted(uncalled))}, so "
             "CkptCallback can't skip to its place in the data. CkptCallback works with transformers 4.56 and newer, "
             "and is tested up to 5.22."
         )
@@ -227,7 +227,7 @@ def _warn_of_uncalled(own: type[Trainer], methods: Mapping[str, Callable[..., An
     uncalled = sorted(name for name in private if hasattr(Trainer, name) and _is_overridden(own, name))
     if uncalled:
         _log.warning(
-            "%s overrides %s, which the Trainer calls for its own checkpoints, but ckpt never calls. Move your code to "
+            "%s overrides %s, which the Trainer calls for its own checkpoints but ckpt never calls. Move your code to "
             "_save_checkpoint and _load_optimizer_and_scheduler, which ckpt calls.", own.__name__, ", ".join(uncalled),
         )  # fmt: skip
 

@@ -106,13 +106,13 @@ def refuse_unsupported(trainer: Trainer, methods: Collection[str]) -> None:
     missing = [name for name in methods if not hasattr(trainer, name)]
     if missing:
         raise ConfigError(
-            f"the Trainer of transformers {transformers.__version__} has no {', '.join(missing)}. CkptCallback works "
+            f"the Trainer in transformers {transformers.__version__} has no {', '.join(missing)}. CkptCallback works "
             "with transformers 4.56 and newer, and is tested up to 5.22."
         )
 
 
 class CkptCallback(TrainerCallback):  # type: ignore[misc]
-    """Lets a Trainer save and resume through ckpt: atomically, verified, and while training continues.
+    """Lets a Trainer save and resume through ckpt: saves are atomic and verified, and training continues meanwhile.
 
         trainer = CkptCallback("runs/mrpc").attach(Trainer(model, args, train_dataset=data))
         trainer.train(resume_from_checkpoint=True)      # the newest intact checkpoint, or a fresh start
@@ -121,7 +121,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
     `save_total_limit`, `load_best_model_at_end`. The Trainer writes no checkpoints of its own.
 
     `resume_from_checkpoint` may also be the name of a checkpoint, or a folder that a Trainer without this callback
-    wrote. If the root has no checkpoint yet, `resume_from_checkpoint=True` loads the last such folder in `output_dir`.
+    wrote. If the root has no checkpoint yet, `resume_from_checkpoint=True` loads the Trainer's last own checkpoint in
+    `output_dir`.
 
     Args:
         root: The place for the checkpoints: a path, a URL or a storage.
@@ -147,7 +148,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         self._rng_is_due = False  # of a checkpoint that was loaded
 
     def attach(self, trainer: T) -> T:
-        """Save and resume this trainer through ckpt, and return it."""
+        """Let a trainer save and resume through ckpt, and return the trainer."""
         around = {
             "train": self._train,
             "training_step": self._training_step,

@@ -186,8 +186,8 @@ def foreign_names(storage: Storage) -> list[str]:
     found = sorted(name for name, inside in files.items() if ACCELERATE.name in claims(inside))
     if len({split_name(name)[0] for name in found}) > 1:
         raise ConfigError(
-            f"{storage.url} has saves of Accelerate ({', '.join(found)}), but their names don't show which is the "
-            f"newest. Name one: load_state({found[-1]!r})."
+            f"{storage.url} has Accelerate saves ({', '.join(found)}), but their names don't show which is the newest. "
+            f"Name the save to load: load_state({found[-1]!r})."
         )
     return sorted(found, key=lambda name: split_name(name)[1] or 0, reverse=True)
 

@@ -113,14 +113,14 @@ class BroadcastGroup:
         failed = {rank: why for rank, why in ended.items() if why}
         if failed:
             listed = "; ".join(f"rank {rank}: {why}" for rank, why in failed.items())
-            raise FollowingError(f"the ranks of this host stopped reading the checkpoint together. {listed}")
+            raise FollowingError(f"the ranks on this host stopped reading the checkpoint together. {listed}")
         if ended and late:
             raise FollowingError(f"{format_ranks(sorted(ended))} read other bytes than this rank, or in another order.")
         silent = self._ranks.silent([rank for rank in others if rank not in ended], watched)
         if silent:
             raise RanksError(
-                f"while the ranks of this host read a checkpoint together, {format_ranks(silent)} gave no sign of life "
-                f"for {self._ranks.timeout:g} s: stopped, dead, or overloaded. Look at the logs, and start the job "
+                f"while the ranks on this host read a checkpoint together, {format_ranks(silent)} gave no sign of life "
+                f"for {self._ranks.timeout:g} s: stopped, dead or overloaded. Look at the logs, and start the job "
                 "again."
             )
 
@@ -133,7 +133,7 @@ def _has_ended(work: dist.Work, within: timedelta) -> bool:
         if not work.is_completed():
             return False
         raise FollowingError(
-            f"a rank of this host ended while it read the checkpoint for the others ({error})."
+            f"a rank on this host ended while it read the checkpoint for the others ({error})."
         ) from error
     return True
 

@@ -42,7 +42,7 @@ _log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """Lists what a load restored, approximated and left out, and from which checkpoint.
+    """Lists what a load restored, approximated and left out, and names the checkpoint.
 
     Attributes:
         name: The checkpoint's name.
@@ -51,12 +51,12 @@ class Restored:
         progress: Epoch, batch, step and samples.
         metrics: The checkpoint's metrics.
         restored: The restored parts.
-        resharded: Parts that were sharded over ranks in another way when they were saved.
+        resharded: Parts that were sharded differently when they were saved.
         approximated: Everything that is not exactly as it was, with the reason.
         skipped: Everything that was left out, with the reason.
         passed_over: Newer checkpoints that ckpt could not use, with the reason.
-        from_memory: True if it was a snapshot in memory, between the checkpoints of the root.
-        root_step: Then, the step of the root's newest checkpoint; None if it has none.
+        from_memory: True if ckpt loaded a snapshot in memory, not a checkpoint from the root.
+        root_step: With `from_memory`, the step of the root's newest checkpoint; None if the root has no checkpoint.
         begins_at: The batch at which the next `for` over each loader begins.
     """
 
@@ -295,8 +295,8 @@ class StateLoader:
         """Raise where a load failed half-way: a mixture of two states must be neither trained on nor saved."""
         if self.half_loaded:
             raise StateError(
-                f"a load of {self.half_loaded} failed half-way, so the objects hold parts of it. Build new objects "
-                f"and a new StateManager, or load another checkpoint first."
+                f"a load of {self.half_loaded} failed half-way, so the objects are only partly loaded. Build new "
+                "objects and a new StateManager, or load another checkpoint first."
             )
 
     def _set_half_loaded(self, name: str) -> None:
@@ -385,6 +385,6 @@ class StateLoader:
         newest = next((found.summary for found in there if found.summary is not None), None)
         if newest is not None and newest.sequence > loaded.sequence:
             _log.info(
-                "%s is newer than %s, which you loaded by its name. Until this run saves, a resume would load the "
+                "%s is newer than %s, which you loaded by name. Until this run saves, a resume would load the "
                 "newer checkpoint. To go back for good, save now: manager.save_state().", newest.name, loaded.name,
             )  # fmt: skip

@@ -82,7 +82,7 @@ class WholeTensors:
         for file in self.files:
             if name in file:
                 return file
-        raise DamagedError(f"no file of {self.where} has the tensor {name!r}.")
+        raise DamagedError(f"no file in {self.where} has the tensor {name!r}.")
 
 
 @dataclass

@@ -342,7 +342,7 @@ def list_tiers(
     for tier, why in unreadable.items():
         if all(checkpoint["problem"] is not None for checkpoint in listed):
             raise why
-        _log.warning("ckpt could not look into %s, which may have newer checkpoints: %s", tiers[tier].url, why)
+        _log.warning("ckpt could not list %s, which may have newer checkpoints: %s", tiers[tier].url, why)
     return listed, bool(unreadable) and patience is not None
 
 
@@ -513,7 +513,7 @@ def join_copies(
     pieces = decide_together(ranks, call, locked, lambda _: _find(tiers, name, trust))
     if pieces["lost"]:
         where = " nor in ".join(tier.url for tier in tiers)
-        raise DamagedError(f"there is no intact {', '.join(pieces['lost'][:5])} of {name}, neither in {where}.")
+        raise DamagedError(f"{name} has no intact copy of {', '.join(pieces['lost'][:5])}, neither in {where}.")
     read = Result.capture(lambda: trust.checked(catalog.read_manifest(tiers[pieces["manifest"]], name)))
     decide_together(ranks, call, read.then(lambda _: None), lambda _: None)
     manifest: Manifest = read.get()
@@ -534,8 +534,8 @@ def _say(tiers: Sequence[Storage], manifest: Manifest, elsewhere: list[str]) -> 
     root, mirror = (tier.url for tier in tiers[:2])
     some = ", ".join(elsewhere[:5]) + (" ..." if len(elsewhere) > 5 else "")
     _log.warning(
-        "%s has damaged files in %s, and others in %s, so ckpt reads each file where it is intact: %d of %d from the "
-        "second (%s). To repair the root: ckpt verify %s/%s --repair --from %s",
+        "%s has damaged files in %s and other damaged files in %s, so ckpt reads each file from where it is intact: "
+        "%d of %d files from the second place (%s). To repair the root: ckpt verify %s/%s --repair --from %s",
         manifest.name, root, mirror, len(elsewhere), len(manifest.files), some, root, manifest.name, mirror,
     )  # fmt: skip
 
@@ -729,8 +729,8 @@ class _Search(Generic[T]):
                 return choice
         for name, error in self._unreached.items():
             raise type(error)(
-                f"ckpt can't read {name} now: {error} The checkpoint may well be intact, so ckpt did not load an older "
-                f"one instead. Try again later; or, to go back on purpose, name an older one: load_state(name)."
+                f"ckpt can't read {name} now: {error} The checkpoint may be intact, so ckpt did not load an older one "
+                "instead. Try again later; or, to go back on purpose, load an older checkpoint: load_state(name)."
             ) from error
         return None
 
@@ -759,7 +759,7 @@ class _Search(Generic[T]):
         choice = self._attempted(tier, name, None)
         if choice is not None and self._selection.ranks.rank == MAIN:
             _log.warning(
-                "%s: bytes changed on their way in the first read, but a second read was right: %s",
+                "%s: the first read returned altered bytes, but a second read was correct: %s",
                 choice.url, altered[0],
             )  # fmt: skip
         return choice

@@ -152,7 +152,7 @@ def plan_reads(transfers: Iterable[Transfer]) -> list[BlockRead]:
 def _blocks_of_file(destinations: list[Destination]) -> Iterator[BlockRead]:
     file: VerifiedFile = destinations[0].transfer.reader
     if any(destination.transfer.stop > file.record.size for destination in destinations):
-        raise DamagedError(f"{file.stored.key} has only {file.record.size} bytes, and ends before some of its tensors.")
+        raise DamagedError(f"{file.stored.key} has only {file.record.size} bytes, too few for its tensors.")
     by_block: dict[int, list[Segment]] = defaultdict(list)
     for destination in sorted(destinations, key=lambda destination: destination.transfer.start):
         for index, segment in _segments(destination, file.record.block_size):

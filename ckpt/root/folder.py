@@ -108,7 +108,7 @@ class Folder:
                 )
         if wrong:
             raise DamagedError(
-                f"{self.where} is damaged: {'; '.join(sorted(wrong))}. Copy the files of every rank there."
+                f"{self.where} is damaged: {'; '.join(sorted(wrong))}. Copy every rank's files into that folder."
             )
 
 
@@ -202,7 +202,7 @@ class OneCheckpoint:
     def tell(self) -> OneCheckpoint:
         """Log which one the newest is, and why newer ones are not taken."""
         for name, why in self.skipped.items():
-            _log.warning("ckpt skips the newer %s: %s", name, one_line(why))
+            _log.warning("ckpt skips the newer checkpoint %s: %s", name, one_line(why))
         if self.is_newest:
             say(f"reading {self.url}, the newest checkpoint there")
         return self
@@ -224,7 +224,7 @@ def missing_files(storage: Storage, manifest: Manifest) -> list[str]:
 def _format_of_file(folder: Folder, file: str, format: str | None) -> Format:
     found = (HF,) if file.endswith(FILE_SUFFIXES[:2]) else (TORCH, LIGHTNING)
     if format is not None and named(format) not in found:
-        raise ConfigError(f"{folder.where}/{file} is not in the format {format}, but a file of {found[0].tool}.")
+        raise ConfigError(f"{folder.where}/{file} is not in the format {format}: it is a file of {found[0].tool}.")
     return found[0]
 
 
@@ -261,4 +261,4 @@ def _refuse_part_of_checkpoint(folder: Folder, where: str, options: Mapping[str,
     )
     if is_ours:
         whole = folder.where if FILE_NAME in folder.files else around
-        raise ConfigError(f"{where} is a single file of a checkpoint. Name the checkpoint itself: {whole}.")
+        raise ConfigError(f"{where} is only one file of a checkpoint. Name the checkpoint itself: {whole}.")

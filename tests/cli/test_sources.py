@@ -175,7 +175,9 @@ def test_of_a_root_whose_newest_checkpoint_is_cut_short_the_one_before_is_taken_
     write(tmp_path)
     (tmp_path / "run" / "new" / "model.safetensors").write_bytes(b"")
     ckpt.merge(tmp_path / "run", tmp_path / "out.safetensors")
-    assert any(text.startswith("ckpt skips the newer new: model.safetensors is 0 bytes") for text in caplog.messages)
+    assert any(
+        text.startswith("ckpt skips the newer checkpoint new: model.safetensors is 0 bytes") for text in caplog.messages
+    )
     found = ckpt.diff(tmp_path / "run", tmp_path / "run" / "old")
     assert not found
     assert found.first == f"{tmp_path}/run/old"

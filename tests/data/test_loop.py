@@ -418,7 +418,7 @@ def test_what_no_loop_can_go_through_is_refused() -> None:
         with pytest.raises(ConfigError, match="the total number of epochs"):
             list(loop.epochs(total))  # type: ignore[arg-type]
     assert list(loop.epochs(0)) == []
-    with pytest.raises(ConfigError, match="can't iterate over a int"):
+    with pytest.raises(ConfigError, match="a int is not iterable"):
         loop.batches(3, lambda: None)  # type: ignore[arg-type]
     for made, words in (
         (enumerate([1]), r"manager.enumerate\(loader\)"),

@@ -609,5 +609,5 @@ def test_a_manager_that_is_dropped_after_break_says_that_its_last_save_is_not_ma
         break
     del manager
     gc.collect()
-    assert [text for text in caplog.messages if "dropped the manager before. Write `with" in text]
+    assert [text for text in caplog.messages if "dropped the manager before that. Write `with" in text]
     assert ckpt.list_checkpoints(tmp_path) == []

@@ -305,7 +305,9 @@ def test_the_position_of_another_data_parallel_rank_is_refused(anywhere: str) ->
         return seen
 
     first = first_batches(0, 2)
-    with pytest.raises(ckpt.StateError, match="has the data of dp_rank_1, but this rank saved that of dp_rank_0"):
+    with pytest.raises(
+        ckpt.StateError, match="reads the data of dp_rank_1, but this rank saved the position of dp_rank_0"
+    ):
         first_batches(1, 2)
     assert first + first_batches(0, 1) == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
 

@@ -292,7 +292,9 @@ class OfRank(StatefulStream):
 
 def test_the_state_of_another_rank_of_torchtitan_is_refused_and_one_of_its_own_is_not() -> None:
     state = {"dp_rank_0": {"next": 4}, "world_size": 2}
-    with pytest.raises(StateError, match="OfRank has the data of dp_rank_1, but this rank saved that of dp_rank_0"):
+    with pytest.raises(
+        StateError, match="OfRank reads the data of dp_rank_1, but this rank saved the position of dp_rank_0"
+    ):
         _take(_resumed(lambda: DataLoader(OfRank("dp_rank_1"), 2), {"batches": 2, "state": state}))
     assert len(_take(_resumed(lambda: DataLoader(OfRank("dp_rank_0"), 2), {"batches": 2, "state": state}))) == 4
     both = {"dp_rank_1": {"next": 10}, **state}

@@ -208,14 +208,14 @@ class TestFolders:
         monkeypatch.chdir(tmp_path / "real")
         for place, message in (
             (tmp_path / "file", "is a link, or not a folder"), (tmp_path / "link", "is a link, or not a folder"),
-            (tmp_path / "real", "is the current folder, or contains it"), (tmp_path, "or contains it"),
+            (tmp_path / "real", "is or contains the current folder"), (tmp_path, "or contains the current folder"),
         ):  # fmt: skip
             with pytest.raises(ConfigError, match=message), atomic_folder(place, over=True):
                 pass
         refuse_checkpoints(tmp_path)
         (tmp_path / "real" / "manifest.json").touch()
         for folder in (tmp_path, tmp_path / "real"):
-            with pytest.raises(ConfigError, match="contains checkpoints, and ckpt does not overwrite them"):
+            with pytest.raises(ConfigError, match="contains checkpoints, which ckpt does not overwrite"):
                 refuse_checkpoints(folder)
 
     def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(self, tmp_path: Path) -> None:

@@ -310,7 +310,7 @@ class TestNames:
     def test_what_is_no_tensor_is_left_out_and_told(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         save_dcp({"model": {"a": torch.ones(2), "extra": 5}}, checkpoint_id=tmp_path / "dcp")
         ckpt.merge(tmp_path / "dcp", tmp_path / "model.safetensors")
-        assert "ckpt leaves out what is not a tensor: extra" in caplog.text
+        assert "ckpt leaves out everything that is not a tensor: extra" in caplog.text
         torch.save({"a": torch.ones(2), "_extra_state": {"count": 5}}, tmp_path / "model.pt")
         ckpt.merge(tmp_path / "model.pt", tmp_path / "other.safetensors")
         assert "ckpt leaves out 1 objects that are not tensors (_extra_state)" in caplog.text
@@ -418,7 +418,7 @@ class TestBadInput:
         [
             ("folder", r"folder is a folder. Name a file in it: .*folder/model\.safetensors"),
             ("folder/", r"is a folder. Name a file in it"),
-            ("model.bin", r"can't write to .*model\.bin\. Name a file that ends with \.safetensors"),
+            ("model.bin", r"can't write to .*model\.bin\. Name a file in a folder, with the suffix \.safetensors"),
         ],
     )
     def test_a_destination_that_is_no_file(self, dcp: Place, tmp_path: Path, destination: str, told: str) -> None:

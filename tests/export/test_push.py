@@ -168,9 +168,9 @@ class TestOneProcess:
         assert set(hub.files(REPO)) == {"README.md", "config.json", "model.safetensors", "vocab.txt"}
         assert json.loads(hub.files(REPO)["config.json"])["dtype"] == "bfloat16"
         assert b"pipeline_tag: text-generation" in hub.files(REPO)["README.md"]
-        assert "the push has no config.json" not in capfd.readouterr().err
+        assert "the push contains no config.json" not in capfd.readouterr().err
         ckpt.push_to_hub(tmp_path / "run" / "x", "me/bare")
-        assert "the push has no config.json, which from_pretrained needs" in capfd.readouterr().err
+        assert "the push contains no config.json, which from_pretrained needs" in capfd.readouterr().err
         with pytest.raises(ckpt.ConfigError, match=r"beside='.*nowhere' is not a folder"):
             ckpt.push_to_hub(tmp_path / "run" / "x", REPO, beside=tmp_path / "nowhere")
 

@@ -118,7 +118,7 @@ def test_what_a_kill_left_is_cleared_away_and_a_folder_that_was_aside_comes_back
 def test_what_cannot_write_itself_is_refused_before_anything_is_written(tmp_path: Path, given: Any) -> None:
     with ckpt.StateManager(tmp_path / "run", model=plain(1)) as manager:
         for call in (manager.save_model, manager.push_to_hub):
-            with pytest.raises(ckpt.ConfigError, match="give an object with save_pretrained"):
+            with pytest.raises(ckpt.ConfigError, match="give an object that has save_pretrained"):
                 call("me/out", **given)
     assert not Path("me").exists()
 
@@ -127,7 +127,7 @@ def test_a_folder_with_checkpoints_is_left_alone(tmp_path: Path) -> None:
     with ckpt.StateManager(tmp_path / "run", model=plain(1)) as manager:
         manager.save_state("x", wait=True)
         for place in ("run", "run/x"):
-            with pytest.raises(ckpt.ConfigError, match="contains checkpoints, and ckpt does not overwrite them"):
+            with pytest.raises(ckpt.ConfigError, match="contains checkpoints, which ckpt does not overwrite"):
                 manager.save_model(tmp_path / place)
     assert intact(tmp_path / "run")
 

@@ -34,7 +34,7 @@ def test_load_model_takes_what_merge_wrote_whole_or_in_shards(tmp_path: Path) ->
         assert ckpt.load_model(tmp_path / source, other) == {}, source
         assert exact(other.state_dict()) == exact(model.state_dict())
         ckpt.merge(tmp_path / source, tmp_path / f"again-{source}.safetensors")
-    with pytest.raises(ckpt.MissingError, match="no part 'optimizer': files of safetensors have only a model"):
+    with pytest.raises(ckpt.MissingError, match="no part 'optimizer': safetensors files contain only a model"):
         ckpt.merge(tmp_path / "whole.safetensors", tmp_path / "out.safetensors", part="optimizer")
 
 

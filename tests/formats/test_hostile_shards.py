@@ -134,7 +134,7 @@ def test_a_table_that_does_not_go_with_the_files_is_refused(sharded: Path, chang
     alter_json(sharded / "state.json", change)
     with ckpt.StateManager(sharded.parent, model=nn.Linear(4, ROWS)) as manager, pytest.raises(ckpt.CkptError):
         manager.load_state("a")
-    with pytest.raises(DamagedError, match="do not match its table of shards: weight"):
+    with pytest.raises(DamagedError, match="do not match its shard table: weight"):
         ckpt.merge(sharded, sharded.parent / "out.safetensors")
 
 

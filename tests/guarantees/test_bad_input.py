@@ -305,7 +305,7 @@ def test_values_that_cannot_be_held_are_refused_by_path_all_at_once(root: Place)
             "layout='flat' must be one of auto, full, sharded",
         ),
         (lambda: list(ckpt.StateManager("memory://x").epochs("3")), "number of epochs"),  # type: ignore[arg-type]
-        (lambda: list(ckpt.StateManager("memory://x").batches(None)), "can't iterate over"),  # type: ignore[arg-type]
+        (lambda: list(ckpt.StateManager("memory://x").batches(None)), "is not iterable"),  # type: ignore[arg-type]
         (lambda: ckpt.Keep(last=0), "the newest checkpoint is never removed"),
         (lambda: ckpt.Keep(best=1, mode="up"), r"mode='up' must be .*needs metric="),
         (lambda: ckpt.Keep(every=0), "every=0"),

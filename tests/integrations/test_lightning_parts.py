@@ -88,7 +88,7 @@ def test_a_checkpoint_is_written_loaded_and_removed_when_it_is_time(tmp_path: Pa
     assert torch.equal(found["state_dict"]["w"], torch.ones(2))
     assert (found["epoch"], found["odd"]) == (1, {"a": (1, 2)})
     assert [(one.name, one.step) for one in ckpt.list_checkpoints(tmp_path)] == [("b.ckpt", 5)]
-    with pytest.raises(ConfigError, match="CkptIO takes no storage_options"):
+    with pytest.raises(ConfigError, match="CkptIO accepts no storage_options"):
         plugin.save_checkpoint(content, tmp_path / "c.ckpt", storage_options={})
     assert CkptIO.newest(tmp_path) == f"{tmp_path}/b.ckpt"
     plugin.save_checkpoint(content, tmp_path / "d.ckpt")

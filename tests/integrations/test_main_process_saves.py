@@ -120,7 +120,7 @@ def _at_another_moment(rank: int, root: str) -> None:
                 accelerator.save_state("early")
             train_on(batch, accelerator, *parts)
 
-    with pytest.raises(ckpt.RanksError, match="at a point that this rank has passed" if rank else "rank 1"):
+    with pytest.raises(ckpt.RanksError, match="at a point that this rank has already passed" if rank else "rank 1"):
         train()
     assert ckpt.list_checkpoints(root) == []
     dist.barrier()
@@ -188,7 +188,8 @@ def test_a_save_of_another_place_is_refused() -> None:
     with main.announced("a"):
         pass
     with pytest.raises(
-        ckpt.RanksError, match=r"at a point that this rank has passed, .*: \[1, 1\] on rank 0, \[1, 2\] here"
+        ckpt.RanksError,
+        match=r"at a point that this rank has already passed, .*: \[1, 1\] on rank 0, \[1, 2\] on this rank",
     ):
         other.meet()
     assert joined == []

@@ -245,7 +245,7 @@ class TestPush:
             assert (quiet.pushed, quiet.waited) == ([], 0)
         self.push(push_to_hub=False, hub_strategy=HubStrategy.CHECKPOINT)
         for strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-            with pytest.raises(ConfigError, match=f"hub_strategy='{strategy.value}' pushes Trainer's own"):
+            with pytest.raises(ConfigError, match=f"hub_strategy='{strategy.value}' pushes the Trainer's own"):
                 self.push(hub_strategy=strategy)
 
     def test_a_hub_that_fails_is_told_and_asked_again_at_the_end(self, caplog: pytest.LogCaptureFixture) -> None:

@@ -209,7 +209,9 @@ def test_one_that_was_killed_resumes_from_memory_as_if_it_were_not(tmp_path: Pat
 def test_a_fresh_start_beside_what_is_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path))
     assert run_ranks(1, train_in_memory_alone, str(tmp_path), dies=True) == [-signal.SIGKILL]
-    with pytest.raises(ckpt.ConfigError, match="has left step-00000002 in memory, but this run starts from scratch"):
+    with pytest.raises(
+        ckpt.ConfigError, match=r"left a snapshot in memory \(step-00000002\), but this run starts from"
+    ):
         trainer(tmp_path, kept(tmp_path / "root", memory=2)).train()
 
 

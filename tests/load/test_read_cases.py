@@ -107,7 +107,7 @@ def test_bytes_beyond_the_end_are_damage_whichever_transfer_wants_them() -> None
     file = file_of()
     for spans in ([(0, 3), (30, 36)], [(30, 36), (0, 3)], [(36, 37)]):
         found, _ = transfers(file, spans)
-        with pytest.raises(DamagedError, match="a/f has only 35 bytes, and ends before some of its tensors"):
+        with pytest.raises(DamagedError, match="a/f has only 35 bytes, too few for its tensors"):
             read(found, "a", lambda size: None)
 
 

@@ -397,7 +397,7 @@ class TestTheReport:
             manager.save_state("b", wait=True)
             with caplog.at_level(logging.INFO, "ckpt"):
                 restored = manager.load_state("a")
-                assert "b is newer than a, which you loaded by its name" in caplog.text
+                assert "b is newer than a, which you loaded by name" in caplog.text
                 caplog.clear()
                 assert manager.load_state("b").name == "b"
                 assert manager.load_state().name == "b"

@@ -385,12 +385,15 @@ class TestChoosing:
         with caplog.at_level(logging.WARNING, "ckpt"):
             found = chosen([root, mirror])
         assert (found.manifest.name, found.tier) == ("b", 1)
-        assert "so ckpt reads each file where it is intact: 1 of 2 from the second (state.json)" in caplog.text
+        assert (
+            "so ckpt reads each file from where it is intact: 1 of 2 files from the second place (state.json)"
+            in caplog.text
+        )
         assert bytes(found.ready.storage.read("b/state.json")) == FILES["state.json"]
         root.delete(["b/model.safetensors"])
         found = chosen([root, mirror])
         assert found.manifest.name == "a"
-        assert "there is no intact model.safetensors of b, neither in" in found.passed_over["b"]
+        assert "b has no intact copy of model.safetensors, neither in" in found.passed_over["b"]
 
     def test_where_hosts_have_roots_of_their_own_the_mirror_has_all_files_for_each(self, root: MemoryStorage) -> None:
         mirror, hosts = new(), Hosts((0, 1), ("one", "two"))
@@ -541,7 +544,7 @@ class TestChoosing:
         with caplog.at_level(logging.WARNING, "ckpt"):
             found = chosen([far], once)
         assert (found.manifest.name, found.passed_over, len(calls)) == ("a", {}, 2)
-        assert "a second read was right: a was altered." in caplog.text
+        assert "a second read was correct: a was altered." in caplog.text
 
         def always(candidate: Candidate) -> None:
             calls.append("x")

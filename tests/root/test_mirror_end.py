@@ -136,7 +136,7 @@ def test_a_resume_whose_root_is_intact_does_not_wait_for_a_mirror_that_is_away(
     assert restored is not None
     assert restored.name == "one"
     assert model.weight[0, 0].item() == 3.0
-    [unseen] = [line for line in caplog.messages if "could not look into" in line]
+    [unseen] = [line for line in caplog.messages if "could not list" in line]
     assert url in unseen
 
 
@@ -253,7 +253,7 @@ class TestTheStart:
             late.seconds = 0.0
         assert restored is not None
         assert restored.url.startswith(str(tmp_path / "root"))
-        assert [line for line in caplog.messages if "could not look into" in line]
+        assert [line for line in caplog.messages if "could not list" in line]
 
     def test_but_it_is_waited_for_before_an_older_one_takes_the_place_of_what_is_damaged(self, tmp_path: Path) -> None:
         late = self._saved(tmp_path)

@@ -649,7 +649,7 @@ class TestPlaces:
             place = Place.at(tmp_path / name)
             assert (place.is_ours, place.file) == (False, "plain.safetensors")
             assert place.where == str(tmp_path / "plain.safetensors")
-        with pytest.raises(ConfigError, match=r"is a single file of a checkpoint\. Name"):
+        with pytest.raises(ConfigError, match=r"is only one file of a checkpoint\. Name"):
             Place.at(tmp_path / "root" / "a" / "model.safetensors")
         with pytest.raises(MissingError, match="there is nothing at"):
             Place.at(tmp_path / "none")

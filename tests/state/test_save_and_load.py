@@ -406,7 +406,7 @@ def test_going_back_by_name_says_that_it_lasts_from_the_next_save_on(
     for saves, newest in ((False, "second"), (True, "first")):
         with ckpt.StateManager(anywhere, model=nn.Linear(1, 1)) as manager:
             manager.load_state("first")
-            assert "second is newer than first, which you loaded by its name" in caplog.text
+            assert "second is newer than first, which you loaded by name" in caplog.text
             if saves:
                 manager.save_state("first")
         with ckpt.StateManager(anywhere, model=nn.Linear(1, 1)) as manager:

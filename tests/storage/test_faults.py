@@ -163,7 +163,7 @@ def test_an_answer_that_was_altered_on_its_way_is_asked_for_again_and_no_older_c
     assert not left
     assert restored.name == "b"
     assert not restored.passed_over
-    assert "bytes changed on their way in the first read" in caplog.text
+    assert "the first read returned altered bytes" in caplog.text
 
 
 def test_what_a_bulk_delete_has_left_is_tried_again(proxied: FaultyProxy, s3: str) -> None:

@@ -208,7 +208,7 @@ def test_a_bit_that_flipped_in_an_archive_is_damage_of_the_one_checkpoint(
     with pytest.raises(ckpt.DamagedError, match="cannot be unpacked"):
         ckpt.load_model(f"zip://run/{NAME}::{where}", model())
     ckpt.load_model(f"zip://run::{where}", model())  # an older one, which is said
-    assert f"ckpt skips the newer {NAME}: " in caplog.text
+    assert f"ckpt skips the newer checkpoint {NAME}: " in caplog.text
 
 
 def test_a_range_of_a_copy_is_read_by_one_thread_at_a_time(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_without_a_configuration_it_is_said_that_from_pretrained_needs_one(tmp_p
 def test_a_configuration_that_cannot_be_kept_is_named_and_nothing_is_written(tmp_path: Path, config: str) -> None:
     gpt().save_pretrained(tmp_path / "source")
     (tmp_path / "source/config.json").write_text(config)
-    with pytest.raises(ckpt.ConfigError, match=r"config\.json is not (JSON|a configuration: it has a list)"):
+    with pytest.raises(ckpt.ConfigError, match=r"config\.json is not (JSON|a configuration: it contains a list)"):
         ckpt.convert(tmp_path / "source", tmp_path / "root")
     assert not (tmp_path / "root").exists()
 
