@@ -276,7 +276,7 @@ _PublicKeys = Annotated[_File, Must(is_path, "a path of a PEM file, or its text"
 class Signing(Options):
     """Set the key that signs a run's checkpoints, and the keys that the run trusts.
 
-    Without `Signing`, the variables `CKPT_SIGN_KEY` and `CKPT_VERIFY_KEY` decide.
+    Without `Signing`, ckpt takes the keys from the environment variables `CKPT_SIGN_KEY` and `CKPT_VERIFY_KEY`.
 
     Args:
         key: An Ed25519 private key (path or text of a PEM file) that signs every checkpoint. None: the key in

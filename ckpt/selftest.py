@@ -112,8 +112,7 @@ class ProgramError(Exception):
 
 @dataclass(frozen=True)
 class Difference:
-    """Describes the first value that differs, with its rank, process and step. Processes after the first have "
-    "resumed."""
+    """Describes the first value that differs, with its rank, process and step."""
 
     process: int
     step: int

@@ -62,8 +62,8 @@ def meet_ranks(options: RankOptions, tiers: tuple[Storage, ...], patience: Mirro
     ranks = find_ranks(place, own_root=own_root, **options.meeting)
     if ranks.world_size > 1 and any(isinstance(storage, MemoryStorage) for storage in tiers):
         raise ConfigError(
-            "memory:// keeps files inside one process, but this job has several. Give a root that all processes can "
-            "see."
+            "memory:// keeps files inside one process, but this job has several processes. Give a root that all "
+            "processes can see."
         )
     try_out_tiers(*tiers, patience=patience)
     refuse_checkpoint(storage)
@@ -386,8 +386,8 @@ class Session:
         self.saver.prefault(self.registry.tensors, for_devices_only=not self.options.saving.background)
 
     def step(self, metrics: _Metrics = None) -> None:
-        """Count a step of training. If something is due, take it at the boundary of the iteration, or now if the loop
-        shows no boundary."""
+        """Count a step of training. If a save or a stop is due, it happens when the iteration ends, or now if ckpt
+        can't see the end."""
         ready = self.due.started and self.saver.owner.is_here
         if not ready or self.loop.is_released or self.loader.half_loaded is not None:
             self._refuse_step()
@@ -465,8 +465,8 @@ class Session:
     def resume(self, *, strict: bool) -> Restored | None:
         """Lock the root for this run, and load its newest intact checkpoint. Returns None if there is no checkpoint.
 
-        Waiting for saves, locking and holding the root cost no exchange between ranks: their errors travel with those
-        of the load.
+        Waiting for saves and locking the root need no extra messages between ranks: their errors travel with those of
+        the load.
         """
         root = self.saver.root
 

@@ -35,7 +35,8 @@ def assert_exact_resume(
     seed: int = 0,
     timeout: float = 600.0,
 ) -> Report:
-    """Run a training program straight, then kill it with SIGKILL and resume it, and compare every optimizer step.
+    """Run a training program straight through, then kill it with SIGKILL and resume it, and compare every optimizer
+    step.
 
     Args:
         program: A script, which runs in new processes; or a function at the top level of a file, which gets a root for
@@ -77,9 +78,11 @@ def _target(program: str | Path | Callable[[str], object], arguments: tuple[str,
     name = getattr(program, "__qualname__", "")
     if not name.isidentifier():
         raise ConfigError(
-            f"ckpt can't start {program!r} in another process. Give the path of a script, or a function at the top "
-            "level of a file that takes the root."
+            f"ckpt can't start {program!r} in another process. Give the path of a script, or a function that takes the "
+            "root and is at the top level of a file."
         )
     if arguments:
-        raise ConfigError(f"ckpt calls {name}() with only the root. The arguments {arguments} are for scripts.")
+        raise ConfigError(
+            f"ckpt passes only the root to {name}(). Only scripts can have arguments: leave out {arguments}."
+        )
     return {"target": program.__code__.co_filename, "function": name}

@@ -370,7 +370,7 @@ def test_in_a_forked_child_every_call_is_refused_and_close_does_nothing(run: Run
     for name, call in calls.items():
         with pytest.raises(ConfigError, match=rf"^{re.escape(name)}: this StateManager belongs to process"):
             call()
-    with pytest.raises(ConfigError, match="this is a fork"):
+    with pytest.raises(ConfigError, match="a fork of it"):
         next(iter(manager.batches(run.loader)))
     manager.close()
     owner.is_here = True

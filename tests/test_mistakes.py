@@ -117,10 +117,13 @@ def _of_many_lines(manager: ckpt.StateManager) -> Any:
 
 
 REFUSED: dict[str, tuple[Attempted, str]] = {
-    "a state_dict as the model": (make(model=nn.Linear(2, 2).state_dict()), "model= is a state_dict. Give the object"),
+    "a state_dict as the model": (
+        make(model=nn.Linear(2, 2).state_dict()),
+        "StateManager got a state_dict as model=. Pass the object",
+    ),
     "a state_dict as the optimizer": (
         make(optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters()).state_dict()),
-        "optimizer= is a state_dict",
+        "got a state_dict as optimizer=",
     ),
     "the model without a keyword": (make(nn.Linear(2, 2)), 'StateManager("runs/x", model=model'),
     "the model in place of the root": (lambda root: ckpt.StateManager(nn.Linear(2, 2), str(root)), "Name each object"),  # type: ignore[arg-type]
@@ -214,7 +217,10 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
     "a name that is empty": (on(lambda manager: manager.save_state("")), "cannot name a checkpoint"),
     "a name that is hidden": (on(lambda manager: manager.save_state(".x")), "cannot name a checkpoint"),
     "a step before the first": (on(lambda manager: manager.load_state(-1)), "cannot name a checkpoint"),
-    "the latest by a name": (on(lambda manager: manager.load_state("latest")), "Without a name, the newest is loaded"),
+    "the latest by a name": (
+        on(lambda manager: manager.load_state("latest")),
+        "To load the newest one, leave out the name",
+    ),
     "a class to register": (
         on(lambda manager: manager.register(x=nn.Linear)),
         "Linear is a class: give an",
@@ -227,7 +233,10 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
         "a/b: cannot name a part",
     ),
     "a value that is a tensor": (on(lambda manager: manager.values.update(x=torch.ones(2))), "has a Tensor in it"),
-    "a value without a name": (on(lambda manager: manager.values.update({1: 2})), "the name of a value must be text"),  # type: ignore[dict-item]
+    "a value without a name": (
+        on(lambda manager: manager.values.update({1: 2})),
+        "the name of a value must be a string",
+    ),  # type: ignore[dict-item]
     "less than no epochs": (on(lambda manager: next(manager.epochs(-1))), "the total number of epochs, not -1"),
     "every few steps as text": (on(lambda manager: manager.every("10")), "a number of steps"),  # type: ignore[arg-type]
     "a metric of many numbers": (on(lambda manager: manager.step({"loss": torch.ones(2)})), "'loss' is not"),

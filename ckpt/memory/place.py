@@ -106,7 +106,7 @@ class OpenDescriptors:
         self._descriptors.discard(descriptor)
 
     def close(self, descriptor: int) -> None:
-        """Close a descriptor. A forked child has closed its copy already, and does nothing here."""
+        """Close a descriptor. In a forked child, which has already closed its copy, this does nothing."""
         if descriptor in self._descriptors:
             self._descriptors.discard(descriptor)
             os.close(descriptor)

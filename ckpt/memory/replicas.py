@@ -160,9 +160,7 @@ class Conversation:
 
     def check(self, tag: torch.Tensor, sender: int) -> None:
         if not hmac.compare_digest(self._mac.digest(), tag.numpy().tobytes()):
-            raise LinkError(
-                f"a message in the name of rank {sender} did not come from it: somebody else is on the network."
-            )
+            raise LinkError(f"a message claims to be from rank {sender}, but is not: somebody else is on the network.")
 
 
 @dataclass
@@ -456,7 +454,7 @@ class Replicas:
         if problem:
             _log.warning("ckpt can't use the snapshots in the memory of other hosts: %s", problem)
         else:
-            _log.info("hosts sent each other snapshots in memory: %s", sent)
+            _log.info("the hosts exchanged their snapshots in memory: %s", sent)
 
     def _turn_off(self, why: str) -> None:
         self.is_off = True

@@ -61,8 +61,8 @@ def _tell_held(tier: weakref.ref[MemoryTier]) -> None:
 def _leave_snapshots(root: Storage) -> None:
     if remove_token(root):
         _log.warning(
-            "a run of %s ended without close(), and may have left snapshots in memory that are newer than its "
-            "checkpoints. This run has no memory=, so ckpt will not use those snapshots, now or later.", root.url,
+            "an earlier run of %s ended without close(), and may have left snapshots in memory that are newer than "
+            "its checkpoints. This run has no memory=, so ckpt will not use those snapshots, now or later.", root.url,
         )  # fmt: skip
 
 

@@ -36,16 +36,16 @@ def warn_of_unsaved(root: RootWriter, taken_at: int) -> None:
         if max(steps, default=0) < taken_at:
             there = f"step {max(steps):,}" if steps else "none"
             _log.warning(
-                "the run ends with step %s only in memory, and ckpt now removes that snapshot: the newest checkpoint "
-                "in %s is %s. Call save_state() at the end of the training.", f"{taken_at:,}", root.storage.url, there,
+                "the run has ended, so ckpt removes the snapshot of step %s from memory; the newest checkpoint in %s "
+                "is %s. Call save_state() at the end of training.", f"{taken_at:,}", root.storage.url, there,
             )  # fmt: skip
 
 
 def warn_left_out(every: int) -> None:
     """Once: the snapshot before is still being written, or copied to the next host."""
     _log.warning(
-        "Skipped a memory snapshot: the previous one is still being written. Memory(every=%d) is too often for this "
-        "machine. From now on, ckpt only counts the skips.", every,
+        "Skipped a memory snapshot: the previous one is still being written. Memory(every=%d) is too frequent for "
+        "this machine. From now on, ckpt only counts the skips.", every,
     )  # fmt: skip
 
 
@@ -212,7 +212,7 @@ class MemoryTier:
         """End the tier: remove all snapshots in memory, or, with `keep`, leave them for a restart.
 
         A run that has only looked at the snapshots leaves them in memory too. With `keep`, ckpt does not wait for a
-        snapshot under way: another rank may have died in the middle of one.
+        snapshot under way: another rank may have died during that snapshot.
         """
         if keep and self._slots is not None:
             self._slots.abandon(_PATIENCE)

@@ -52,9 +52,8 @@ def require_process_group(*, reads_only: bool) -> None:
     if job.variable != "WORLD_SIZE":
         ways += ", with the rank and the number of processes that the launcher has set, or start them with torchrun"
     raise RanksError(
-        f"this is a job of {job.size} processes, started by {job.launcher} ({job.variable}={job.size}), but without a "
-        "process group, so each process would write its own checkpoints. If all processes train one model together, "
-        f"{ways}. "
+        f"this job has {job.size} processes, started by {job.launcher} ({job.variable}={job.size}), but no process "
+        f"group, so each process would write its own checkpoints. If all processes train one model together, {ways}. "
         "If each process trains its own model, give each its own root and ranks=ckpt.RankOptions(alone=True)."
     )
 
@@ -90,8 +89,8 @@ def find_ranks(
     store = default_store()
     if store is None:
         raise UnsupportedError(
-            "in this release of PyTorch, ckpt can't find the store through which the ranks have met. Set MASTER_ADDR "
-            "and MASTER_PORT to the store's address, as torchrun does."
+            "in this release of PyTorch, ckpt can't find the store that connects the ranks. Set MASTER_ADDR and "
+            "MASTER_PORT to the store's address, as torchrun does."
         )
     job = TimedStore(store, timeout).below(_attempt())
     built = built_here()
@@ -111,8 +110,8 @@ def _members(process_group: Any) -> Members:
         return None
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ConfigError(
-            f"rank {dist.get_rank()} is not in the process_group that you gave to this manager. Build the manager only "
-            f"on the ranks of the group."
+            f"rank {dist.get_rank()} is not in the process_group that you passed to this manager. Build the manager "
+            "only on the ranks of the group."
         )
     members = tuple(dist.get_process_group_ranks(process_group))
     return None if members == tuple(range(dist.get_world_size())) else members

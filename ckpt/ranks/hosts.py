@@ -78,7 +78,9 @@ def find_hosts(ranks: Ranks, storage: Storage, *, shared: bool | None) -> Hosts:
     storage.delete([probes[ranks.rank]])
     hosts = Hosts(tuple(first for first, _ in views), tuple(name for _, name in views))
     if hosts.separate_roots and ranks.rank == MAIN:
-        _log.warning("the hosts do not share %s, so each keeps what its own ranks save: %s", storage.url, hosts)
+        _log.warning(
+            "the hosts do not share %s, so each host keeps only the files of its own ranks: %s", storage.url, hosts
+        )
     return hosts if hosts.separate_roots else ONE_SHARED_ROOT
 
 
@@ -125,4 +127,4 @@ def _first_seen(storage: Storage, probes: list[str]) -> int:
     for rank, probe in enumerate(probes):
         if storage.version(probe) is not None:
             return rank
-    raise AbsentError(f"{storage.url} does not show a file that ckpt has just written there.")
+    raise AbsentError(f"ckpt has just written a file to {storage.url}, but can't find it there.")

@@ -192,7 +192,7 @@ class Preemption:
             self._watch()
 
     def close(self) -> None:
-        """Restore the previous handlers, unless somebody has installed others since. The grace period ends."""
+        """Restore the previous handlers, unless somebody has installed others since, and end the grace period."""
         for listener in (self._sigterm, self._sigint):
             if listener is not None:
                 listener.close()

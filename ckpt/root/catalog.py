@@ -132,7 +132,7 @@ def mark_save(storage: Storage, name: str, files: Iterable[str], replaces: Itera
         with suppress(ConflictError):  # another process has written or removed a marker since it was read: try again
             _write(storage, name, version, files=list(new), replaces=older, id=id, removing=False)
             return
-    raise ConflictError(f"other processes keep writing {storage.url}/{name}/{MARKER}. Save once more.")
+    raise ConflictError(f"other processes keep writing {storage.url}/{name}/{MARKER}. Save again.")
 
 
 def mark_removal(storage: Storage, name: str, paths: Iterable[str], id: str, *, over: str | None) -> None:
@@ -259,7 +259,7 @@ def find_manifest(storage: Storage, name: str, known: Callable[[], str] = lambda
     except AbsentError:
         paths = {entry.key.removeprefix(f"{name}/") for entry in storage.list(name)}
         if not paths:
-            newest = " Without a name, the newest is loaded." if name in ("latest", "last", "newest") else ""
+            newest = " To load the newest one, leave out the name." if name in ("latest", "last", "newest") else ""
             raise MissingError(f"there is no checkpoint {name!r} in {storage.url}.{known()}{newest}") from None
         if FILE_NAME in paths:
             with suppress(AbsentError, DamagedError):  # committed since it was asked for; or it is no file, but a link
@@ -481,7 +481,7 @@ class Index:
         try:
             return cls(_parsed(read_document(storage, INDEX)))
         except (StorageError, DamagedError, ValueError) as error:
-            _log.debug("ckpt can't use %s/%s, so ckpt reads the manifests instead: %s", storage.url, INDEX, error)
+            _log.debug("ckpt can't use %s/%s, and reads the manifests instead: %s", storage.url, INDEX, error)
             return cls()
 
     def find(self, name: str, version: str | None) -> Summary | None:
@@ -540,7 +540,7 @@ class Checkpoint:
     Attributes:
         name: The name of its folder.
         url: Its URL or path.
-        manifest: Its manifest, with step, metrics and files; None if it is not committed, or not readable.
+        manifest: Its manifest, with step, metrics and files; None if the checkpoint is not committed or not readable.
         problem: Why there is no manifest.
         flaw: What is wrong with `manifest.json`, if ckpt read its copy instead.
         indexed: What the index of the root says, if ckpt took that instead of reading the manifest.
@@ -740,7 +740,7 @@ def _unlisted(storage: ReadOnlyStorage) -> tuple[Storage, list[str], bool]:
     except (AbsentError, CheckpointError) as error:
         raise MissingError(
             f"{storage.url} shows neither a list of its files nor a checkpoint's manifest: {error} Give the URL of a "
-            "checkpoint itself, or let the server show an index of the folder."
+            "checkpoint itself, or let the server list the folder's files."
         ) from None
     above.know([f"{name}/{FILE_NAME}", *(f"{name}/{file.path}" for file in manifest.files)])
     return above, [name], True

@@ -119,7 +119,7 @@ def remove_uncommitted(storage: Storage, name: str, committed: Manifest | None =
             storage.sweep(name)
             storage.delete([f"{name}/{MARKER}"])
     except LockedError:
-        _log.debug("another process reads %s/%s, so ckpt removes the leftovers in it later", storage.url, name)
+        _log.debug("another process is reading %s/%s, so ckpt removes its leftovers later", storage.url, name)
 
 
 def clean_up_failed(storage: Storage, name: str) -> None:

@@ -205,7 +205,7 @@ class Copies:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Numbers that change while copies run."""
+        """Two numbers that change while copies run."""
         return self._sent, progress_of(self.target)
 
     def is_free(self, name: str) -> bool:
@@ -299,7 +299,7 @@ class Copies:
         while True:
             self._sent += 1
             if self.stopping.wait(max(0.0, min(1.0, end - time.monotonic()))):
-                raise TransientError("the run ended before the copy did.")
+                raise TransientError("the run ended before the copy was complete.")
             if time.monotonic() >= end:
                 return
 
@@ -473,10 +473,10 @@ class MirrorWorker:
             self._background.start(self._work)
 
     def close(self) -> None:
-        """Copy all checkpoints that wait, and release the mirror. If a copy fails now, the next run tries again.
+        """Copy all waiting checkpoints, and release the mirror.
 
-        ckpt tries a failed copy once more, because the reason may be transient. If the mirror gives no sign of life for
-        `patience.at_end` seconds, ckpt stops waiting.
+        If a copy fails, ckpt tries it once more now, and then leaves it to the next run. If the mirror gives no sign of
+        life for `patience.at_end` seconds, ckpt stops waiting.
         """
         with self._guard:
             names = self._uncopied()

@@ -88,7 +88,9 @@ def find_verify_keys(source: KeySource | None) -> tuple[str, ...]:
         return ()
     blocks = list(_blocks(_read(source, what, private=False)))
     if not blocks:
-        raise ConfigError(f"{what} has no key in it. A key must be PEM, as 'ckpt key new' and openssl write it.")
+        raise ConfigError(
+            f"{what} contains no key. A key must be in PEM format, as 'ckpt key new' and openssl write it."
+        )
     return tuple(dict.fromkeys(_public_id(block, what) for block in blocks))
 
 
@@ -153,7 +155,7 @@ def _without_cause(what: str) -> Iterator[None]:
             f"{what} is encrypted, but there is no terminal where ckpt could ask for its passphrase."
         ) from None
     except Exception:  # of any kind that a parser raises on any text
-        raise ConfigError(f"{what} is not the right kind of PEM. 'ckpt key new PATH' makes keys.") from None
+        raise ConfigError(f"{what} is not a PEM key of the right kind. 'ckpt key new PATH' makes keys.") from None
 
 
 def _read(source: KeySource | bool, what: str, *, private: bool) -> str:
@@ -166,7 +168,7 @@ def _read(source: KeySource | bool, what: str, *, private: bool) -> str:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no path"
         raise ConfigError(
-            f"{what} must be the path of a PEM file, or its text, but ckpt could not read it: {why}."
+            f"{what} must be the path of a PEM file, or the text of one, but ckpt could not read it: {why}."
         ) from None
     try:
         return _read_file(descriptor, text, private=private).decode("ascii", "replace")
@@ -178,9 +180,9 @@ def _read_file(descriptor: int, path: str, *, private: bool) -> bytes:
     about, data = os.fstat(descriptor), os.read(descriptor, _LARGEST)
     if about.st_mode & _OTHERS and (private or b"PRIVATE" in data):
         raise ConfigError(
-            f"others may read or write the private key {path} (mode {about.st_mode & 0o777:04o}), so its signatures "
-            "prove nothing. Make a new key with 'ckpt key new'. If you know that nobody has read the key: chmod 600 "
-            f"{path}."
+            f"other users can read or write the private key {path} (mode {about.st_mode & 0o777:04o}), so its "
+            "signatures prove nothing. Make a new key with 'ckpt key new'. If you know that nobody has read the key: "
+            f"chmod 600 {path}."
         )
     return data
 
@@ -264,7 +266,7 @@ class Head:
             return cls(path=name)
         except OSError as error:
             raise ConfigError(
-                f"could not read {name}, which keeps the number of the newest checkpoint: {error.strerror}."
+                f"could not read {name}, which records the number of the newest checkpoint: {error.strerror}."
             ) from None
         with os.fdopen(descriptor, "rb") as file:
             return cls.parse(file.read(_LARGEST).decode("ascii", "replace"), name)
@@ -302,7 +304,7 @@ class Head:
         try:
             LocalStorage(folder).write(name, [f"{self.run}:{self.number}\n".encode()])
         except CkptError as error:
-            _log.warning("could not write %s, which keeps the number of the newest checkpoint: %s", self.path, error)
+            _log.warning("could not write %s, which records the number of the newest checkpoint: %s", self.path, error)
 
 
 @dataclass(frozen=True)
@@ -353,7 +355,7 @@ class Trust:
         """Raise where a signature is required, for a place that has no manifest which could have one; else warn."""
         if self.required:
             raise UntrustedError(
-                f"ckpt refuses {where}: you require a signature, but without a manifest nothing in it is signed."
+                f"ckpt refuses {where}: you require a signature, but it has no manifest, so nothing in it is signed."
             )
         if self.keys:
             self._warn(where, "has no manifest, so nothing in it is signed")
@@ -398,8 +400,8 @@ def open_trust(
     head = Head.parse(required) if isinstance(required, str) else head
     if (required or head) and not keys:
         raise ConfigError(
-            "you require signatures, but gave no key to verify them with. Give verify_key= (on the command line "
-            "--key), or set CKPT_VERIFY_KEY. The key that a run signs with works too."
+            "you require signatures, but gave no key to verify them. Give verify_key= (on the command line --key), or "
+            "set CKPT_VERIFY_KEY. The run's own signing key works too."
         )
     return Trust(keys, bool(required) or head is not None, head)
 

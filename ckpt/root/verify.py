@@ -264,8 +264,8 @@ def verify(
     """Find what is wrong with a checkpoint, or with each checkpoint of a root.
 
     `verify` reads every file and compares it with the hashes in its manifest. If hosts have separate roots, `verify`
-    reads the files of this root. A run may use the root at the same time: `verify` skips checkpoints that the run saves
-    or removes.
+    reads only the files in this root. A run may use the root at the same time: `verify` skips checkpoints that the run
+    saves or removes.
 
     Args:
         url: A root or a checkpoint.

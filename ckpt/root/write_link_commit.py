@@ -271,7 +271,7 @@ class Attempt:
         if wrong:
             raise StorageError(
                 f"ckpt did not commit {storage.url}/{self.name}: {len(wrong)} of its files have disappeared or changed "
-                f"their size since ckpt wrote them ({', '.join(wrong[:5])}). Does another run use this root?"
+                f"size since ckpt wrote them ({', '.join(wrong[:5])}). Does another run use this root?"
             )
 
     def _put_manifest(self, storage: Storage, manifest: Manifest) -> str | None:

@@ -266,8 +266,8 @@ def version_to_replace(storage: Storage, name: str, known: Manifest | None) -> s
     present = find(storage, name).manifest if version is not None else None
     if present is not None and (known is None or present.id != known.id):
         raise ConflictError(
-            f"another run has saved {storage.url}/{name} in the meantime, and ckpt keeps it. Let only one run write "
-            "there, then start this one again: it continues from the newest checkpoint."
+            f"another run has saved {storage.url}/{name} in the meantime, and ckpt does not overwrite it. Let only one "
+            "run write there, then start this one again: it continues from the newest checkpoint."
         )
     return version
 
@@ -355,9 +355,9 @@ class Lineage:
     def _refuse_to_overtake(self, url: str, newest: Summary | None, lost: Mapping[str, object]) -> None:
         if self.failed_load:
             raise ConfigError(
-                f"ckpt saves nothing, because the last load failed: {self.failed_load} There may be newer "
-                f"checkpoints, and a save to {url} now would count as newer. Call resume() or load_state() "
-                "again until it succeeds, or give this run another root and mirror."
+                f"ckpt saves nothing, because the last load failed: {self.failed_load} There may be newer checkpoints, "
+                f"but a save to {url} now would count as the newest. Call resume() or load_state() again until it "
+                "succeeds, or give this run another root and mirror."
             )
         if newest is not None:
             raise ConfigError(

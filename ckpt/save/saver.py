@@ -370,7 +370,7 @@ class Saver:
             written.release()
 
     def wait(self) -> None:
-        """Wait until no save is under way, and all are durable. Raises the error of a failed save, once."""
+        """Wait until no save is under way and all saves are durable. Raises the error of a failed save, once."""
         self.owner.require("wait()")
         try:
             self._queue.wait()

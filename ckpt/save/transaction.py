@@ -126,8 +126,9 @@ def merge_reports(reports: list[list[dict[str, Any]]]) -> list[WrittenFile]:
     if other:
         named = joined([f"{name} on rank {rank}" for name, rank in other.items()])
         raise RanksError(
-            f"some hosts hold other files than the main rank: {named}. With separate roots, each host saves a copy of "
-            "everything that is not sharded, and all copies must be equal. Make that state equal, or use a shared root."
+            f"some hosts have files that differ from the main rank's: {named}. With separate roots, each host saves a "
+            "copy of everything that is not sharded, and all copies must be equal. Make that state equal, or use a "
+            "shared root."
         )
     return list(stored.values())
 
@@ -143,7 +144,7 @@ def name_straggler(name: str, seconds: list[float], members: Members) -> tuple[i
     number, usual = slowest if members is None else members[slowest], median(seconds)
     if seconds[slowest] > max(3 * usual, usual + _MUCH):
         _log.warning(
-            "%s: rank %d took %.1f s to write its files, but half of all %d ranks took at most %.1f s. Every save "
+            "%s: rank %d took %.1f s to write its files, but half of the %d ranks took at most %.1f s. Every save "
             "waits for the slowest rank: look at its disk, its network and what else runs on its host.",
             name, number, seconds[slowest], len(seconds), usual,
         )  # fmt: skip
@@ -316,7 +317,9 @@ class SaveTransaction:
         try:
             self.root.commit_manifest(attempt, manifest, {})
         except StorageError as error:
-            _log.warning("%s is committed, but ckpt could not write its manifest here: %s", manifest.name, error)
+            _log.warning(
+                "%s is committed, but ckpt could not write its manifest on this host: %s", manifest.name, error
+            )
 
     @property
     def _snapshot_files(self) -> Mapping[str, FilePlan]:

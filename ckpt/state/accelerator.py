@@ -69,8 +69,8 @@ class AcceleratorObjects:
             return Keep(last=limit)
         if self.accelerator.is_main_process:
             _log.warning(
-                "total_limit=%d has no effect, in Accelerate itself too, without automatic_checkpoint_naming=True. "
-                "To remove old checkpoints whatever their names, give keep=ckpt.Keep(last=%d).",
+                "total_limit=%d has no effect without automatic_checkpoint_naming=True, in Accelerate itself as "
+                "well. To remove old checkpoints of any name, pass keep=ckpt.Keep(last=%d).",
                 limit, limit,
             )  # fmt: skip
         return None
@@ -192,8 +192,8 @@ class AcceleratorObjects:
         if gone:
             raise StateError(
                 f"the accelerator has dropped {', '.join(gone)} since you attached ckpt, because your script called "
-                "accelerator.free_memory() or clear(). Prepare what the next training needs, then attach again or "
-                "build a new StateManager."
+                "accelerator.free_memory() or clear(). Prepare the objects for the next training, then attach again "
+                "or build a new StateManager."
             )
         self._seen = {id(value): (key, value) for key, value in found.items()}
 
@@ -203,17 +203,17 @@ def _refuse_unseen(accelerator: Any) -> None:
     if missing:
         raise UnsupportedError(
             f"this release of Accelerate has no Accelerator.{', '.join(missing)}, so ckpt can't see everything that "
-            "the accelerator has prepared, and checkpoints would lack it. Pass the objects themselves instead of "
-            "accelerator=: StateManager(root, model=model, optimizer=optimizer, ...)."
+            "the accelerator has prepared, and checkpoints would be incomplete. Pass the objects themselves instead "
+            "of accelerator=: StateManager(root, model=model, optimizer=optimizer, ...)."
         )
 
 
 def _refuse_megatron(accelerator: Any) -> None:
     if accelerator.distributed_type.value == "MEGATRON_LM":
         raise UnsupportedError(
-            "ckpt can't save Megatron-LM, which writes the state of model and optimizer itself, as pickles. Use the "
-            "FSDP plugin (sharded), DeepSpeed or DDP with ckpt, or save with accelerator.save_state() without "
-            "attaching ckpt."
+            "ckpt can't save under Megatron-LM, which writes the state of the model and the optimizer itself, as "
+            "pickles. Use the FSDP plugin (sharded), DeepSpeed or DDP with ckpt, or save with "
+            "accelerator.save_state() without attaching ckpt."
         )
 
 

@@ -355,7 +355,7 @@ def _lay_out(name: str, wrapper: Wrapper, buckets: Buckets, notes: Notes) -> Non
         notes.approximated[f"{HOOKS}.{name}.buckets"] = f"this DDP takes no buckets ({reason(error)}): {_OTHER_SUMS}"
         return
     if not is_done:  # not to be named and passed over: ranks that sum in different buckets would wait for each other
-        raise RuntimeError("DistributedDataParallel of this PyTorch release does not accept the saved buckets.")
+        raise RuntimeError("DistributedDataParallel in this PyTorch release does not accept the saved buckets.")
 
 
 def _set_state(state: Any, saved: Any, wrapper: Wrapper) -> None:
@@ -459,8 +459,8 @@ def _watch(state: Any, wrapper: Wrapper, buckets: Buckets) -> None:
             for name in _TENSORS:
                 getattr(state, name).clear()
             _log.warning(
-                "PowerSGD starts its error feedback over, because DDP has laid out other buckets than in the saved "
-                "run: gradients arrived in another order."
+                "PowerSGD starts its error feedback over, because DDP's buckets differ from those in the saved run: "
+                "gradients arrived in another order."
             )
 
     handle = wrapper.register_forward_hook(check)

@@ -62,12 +62,12 @@ def refuse_bare(key: str, model: nn.Module) -> None:
     utilities = sys.modules.get("deepspeed.utils")
     if utilities is not None and not hasattr(utilities, _MASTER):
         _log.warning(
-            "this DeepSpeed has no deepspeed.utils.%s, so ckpt can't tell if you pass a model without its engine; "
-            "such a model would load no master weights.", _MASTER,
+            "this release of DeepSpeed has no deepspeed.utils.%s, so ckpt can't tell if you pass a model without its "
+            "engine; such a model would load no master weights.", _MASTER,
         )  # fmt: skip
     if any(is_partitioned(parameter) or hasattr(parameter, _MASTER) for parameter in model.parameters()):
         raise ConfigError(
-            f"a DeepSpeed engine trains {key}, and keeps its own copy of the weights. Give the engine itself: what "
+            f"a DeepSpeed engine trains {key}, and keeps its own copy of the weights. Pass the engine that "
             "deepspeed.initialize() or accelerator.prepare() returned."
         )
 
@@ -90,8 +90,8 @@ def _refuse_unfit(key: str, engine: Any) -> None:
     found = list(_obstacles(engine))
     if found:
         raise UnsupportedError(
-            f"{key}: ckpt can't save DeepSpeed with {' or '.join(found)}. ckpt supports ZeRO 0 to 3, also "
-            "with offload to the CPU. For anything else, use DeepSpeed's own save_checkpoint()."
+            f"{key}: ckpt can't save DeepSpeed with {' or '.join(found)}. ckpt supports ZeRO 0 to 3, with or without "
+            "CPU offload. For anything else, use DeepSpeed's own save_checkpoint()."
         )
 
 

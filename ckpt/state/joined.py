@@ -37,14 +37,14 @@ class JoinedState:
 
 
 class Joined:
-    """Join several objects into one in the checkpoint, so that ranks with another number of objects can load it.
+    """Join several objects into one in the checkpoint, so that ranks with a different number of objects can load it.
 
         StateManager(root, model=Joined(parts), optimizer=Joined(optimizers), scheduler=Joined(schedulers))
 
     Join models that are parts of one, for example this rank's stages of a pipeline: modules, or `PipelineStage`s of
-    torch.distributed.pipelining. Their parameters must have the same names as in the full model. Join optimizers if
-    you have one for each part or each parameter; they must be of one class. Join schedulers and scalers if all have
-    the same state.
+    torch.distributed.pipelining. Their parameters must have the same names as in the full model. Join optimizers if you
+    have one for each part or each parameter; all must have the same class. Join schedulers and scalers if all have the
+    same state.
 
     Args:
         objects: All objects of this rank. If each part of a model numbers its layers from zero, a dict gives each a
@@ -52,13 +52,13 @@ class Joined:
             names of parameters, which have dots, even without `Joined`.
 
     Raises:
-        ConfigError: You gave no objects.
+        ConfigError: You passed no objects.
     """
 
     def __init__(self, objects: Iterable[Any] | Mapping[str, Any]) -> None:
         self.objects = dict(objects) if isinstance(objects, Mapping) else list(objects)
         if not self.objects:
-            raise ConfigError("ckpt.Joined got no objects. Give ckpt.Joined all objects of this rank.")
+            raise ConfigError("ckpt.Joined got no objects. Pass it all objects of this rank.")
 
     def as_one(self, kind: str) -> Any:
         """The object that a manager manages."""
@@ -71,7 +71,7 @@ class Joined:
         }
         if kind not in ways:
             raise ConfigError(
-                f"{kind}=ckpt.Joined(...): ckpt.Joined takes only models, optimizers, schedulers or scalers."
+                f"{kind}=ckpt.Joined(...): ckpt.Joined joins only models, optimizers, schedulers or scalers."
             )
         return ways[kind](values)
 
@@ -167,7 +167,7 @@ class JoinedOptimizer:
         if extra:
             raise UnsupportedError(
                 f"{self.kind} has state that belongs to no parameter ({', '.join(extra)}), so ckpt.Joined can't join "
-                "several of them. Give the optimizers as a list instead."
+                "several such optimizers. Give the optimizers as a list instead."
             )
         groups = [{**group, "params": [numbers[id(value)] for value in group["params"]]} for group in self.param_groups]
         return {"state": dict(sorted(state.items())), "param_groups": groups}

@@ -104,7 +104,7 @@ def _mark(dim: int, mesh: Any) -> ShardMark:
     if len(ranks) < dist.get_world_size():
         raise ConfigError(
             f"ckpt.mark_sharded: a group of {len(ranks)} of {dist.get_world_size()} ranks does not show where the "
-            'other copies are. Give a dimension of a mesh of all ranks: mesh["ep"].'
+            'other copies are. Give one dimension of a mesh that has all ranks: mesh["ep"].'
         )
     return ShardMark(dim, None, mesh if mesh is not None else dist.group.WORLD)
 
@@ -160,8 +160,8 @@ class MarkedShards(Unmarked):
             return value
         if is_sharded(parameter):
             raise ConfigError(
-                "a parameter that you marked with ckpt.mark_sharded is now a DTensor, so ckpt knows its shards "
-                "already. Remove the mark, or exclude the parameter from FSDP: fully_shard(..., ignored_params=...)."
+                "a parameter that you marked with ckpt.mark_sharded is now a DTensor, so ckpt already knows its "
+                "shards. Remove the mark, or exclude the parameter from FSDP: fully_shard(..., ignored_params=...)."
             )
         return mark.around(value)
 

@@ -173,7 +173,7 @@ def _refuse_state(kind: str, value: Mapping[Any, Any]) -> None:
     of_model = bool(value) and all(isinstance(item, torch.Tensor) for item in value.values())
     if of_model or {"state", "param_groups"} <= value.keys():
         raise ConfigError(
-            f"StateManager: {kind}= is a state_dict. Give the object itself, {kind}={kind}: ckpt calls its "
+            f"StateManager got a state_dict as {kind}=. Pass the object itself, {kind}={kind}: ckpt calls its "
             "state_dict() at every save, and loads into it."
         )
 

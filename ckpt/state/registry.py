@@ -159,7 +159,7 @@ class PlainValues(UserDict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if not isinstance(name, str):
-            raise ConfigError(f"the name of a value must be text, not {name!r}.")
+            raise ConfigError(f"the name of a value must be a string, not {name!r}.")
         super().__setitem__(name, _plain(name, value))
 
     def begin_with(self, values: Mapping[str, Any]) -> None:
@@ -209,8 +209,8 @@ def _plain(name: str, value: Any, depth: int = 0) -> Any:
     if depth < _TOO_DEEP and type(value) is dict and all(type(key) in (str, int) for key in value):
         return {key: _plain(name, item, depth + 1) for key, item in value.items()}
     raise ConfigError(
-        f"values[{name!r}] has a {type(value).__name__} in it. Values can be numbers, text, None, and lists, "
-        "tuples and dicts of them. For an object with state_dict and load_state_dict, use register(name=object)."
+        f"values[{name!r}] contains a {type(value).__name__}. Values can be numbers, strings, None, and lists, tuples "
+        "and dicts of these. For an object with state_dict and load_state_dict, use register(name=object)."
     )
 
 
@@ -320,7 +320,7 @@ class StateRegistry:
         part = self.parts.get(key) if isinstance(key, str) else None
         if not isinstance(part, ModelPart):
             known = ", ".join(name for name, other in self.parts.items() if isinstance(other, ModelPart)) or "none"
-            raise ConfigError(f"this manager has no model part={key!r}. It has: {known}.")
+            raise ConfigError(f"this manager has no model named {key!r}. It has: {known}.")
         return part
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -522,7 +522,7 @@ def refuse_devices(devices: Mapping[str, Iterable[torch.device]]) -> None:
     for key, why in obstacles.items():
         raise UnsupportedError(
             f"{key} has parameters {why}: a save could copy values that XLA has not computed yet. Copy the state to a "
-            "model on the CPU or a GPU before each save, and give that one to the manager. Or use torch_xla's "
+            "model on the CPU or a GPU before each save, and give that model to the manager. Or use torch_xla's "
             "checkpoints."
         )
 
@@ -547,8 +547,8 @@ def refuse_unnamed(root: Any, others: Sequence[Any]) -> None:
     if given:
         kinds = ", ".join(type(value).__name__ for value in given)
         raise UnnamedObjectError(
-            f"StateManager takes only the root without a keyword, but you passed {kinds} too. Name each object: "
-            'StateManager("runs/x", model=model, optimizer=optimizer).'
+            f"StateManager takes only the root without a keyword, but you also passed {kinds} without one. Name each "
+            'object: StateManager("runs/x", model=model, optimizer=optimizer).'
         )
 
 

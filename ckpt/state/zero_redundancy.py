@@ -29,7 +29,7 @@ class ZeroRedundancyPart(OptimizerPart):
         if not hasattr(optimizer, "optim"):
             raise UnsupportedError(
                 f"{key}: ckpt can't load ZeroRedundancyOptimizer(overlap_with_ddp=True) before training, because it "
-                "builds its optimizer only then. Build your optimizer without overlap_with_ddp."
+                "builds its optimizer only when training starts. Build your optimizer without overlap_with_ddp."
             )
         return cls(key, optimizer.optim, models, outer=optimizer)
 

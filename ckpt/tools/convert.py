@@ -290,8 +290,8 @@ def export_megatron(state: PortableState, folder: Path, advance: Callable[[int],
 def _require_names(tensors: Mapping[str, PiecedTensor], name: str) -> None:
     if not any(map(_LAYER.fullmatch, tensors)):
         raise ConfigError(
-            f"the model of {name} does not use the names of Megatron-Core (decoder.layers.0.mlp.linear_fc1.weight), so "
-            "Megatron could not load it."
+            f"the model of {name} does not use Megatron-Core's parameter names "
+            "(decoder.layers.0.mlp.linear_fc1.weight), so Megatron could not load it."
         )
 
 
@@ -382,7 +382,7 @@ def convert(
     Args:
         source: The path or URL of a checkpoint of ckpt, full or sharded, torch.distributed.checkpoint, Accelerate,
             DeepSpeed (ZeRO 0 to 3, universal), Lightning, Megatron-Core (`torch_dist`) or the Trainer, or of a file of
-            `torch.save` or safetensors. A root of ckpt stands for its newest checkpoint.
+            `torch.save` or safetensors. A ckpt root stands for its newest checkpoint.
         destination: For `"ckpt"` a root; for the others a new file or folder on a disk.
         to: `"ckpt"`; `"hf"`, a folder with `model.safetensors` and the configuration that was beside the source;
             `"dcp"`, a folder for `torch.distributed.checkpoint.load`; `"accelerate"`, a folder for
@@ -421,8 +421,8 @@ def convert(
     with open_state(source, format, trust) as state:
         if seal.key is not None and state.origin == CKPT.name and not state.is_authentic:
             raise UntrustedError(
-                f"no key that you trust has signed {state.name}, so ckpt does not sign its copy. Give verify_key=, the "
-                "public key of whoever signed it, or sign=False."
+                f"no key that you trust has signed {state.name}, so ckpt does not sign its copy. Give the signer's "
+                "public key as verify_key=, or use sign=False."
             )
         return _import(with_part_names(state), destination, name, seal)
 

@@ -128,7 +128,7 @@ class Difference:
 
     If both tensors have the same shape, `elements` is the number of elements that differ, `most` the largest
     difference, and `relative` the RMS of the difference divided by the RMS of the first. If an element is NaN, so
-    are `most` and `relative`. If all of the first is 0, `relative` is infinite.
+    are `most` and `relative`. If the first contains only zeros, `relative` is infinite.
     """
 
     name: str
@@ -196,24 +196,24 @@ def diff(
     verify_key: KeySource | None = None,
     require_signed: bool | str = False,
 ) -> Diff:
-    """Compare two checkpoints, or a model with one, tensor by tensor and value by value.
+    """Compare two checkpoints, or a model and a checkpoint, tensor by tensor and value by value.
 
     It doesn't matter how a checkpoint is sharded. If both are checkpoints of ckpt, `diff` skips files with equal
     hashes. `diff` needs little memory.
 
     Args:
-        first: The path or URL of a checkpoint, or of whatever else `merge` reads; a root stands for its newest
+        first: The path or URL of a checkpoint, or of anything else that `merge` reads; a root stands for its newest
             checkpoint. Or a model.
         second: What to compare it with, of the same kinds.
         part: Compare only this part. By default, `diff` compares all parts of two ckpt checkpoints, or of two files
             of `torch.save`, and only the model otherwise.
-        format: The format to compare, if a folder has saves in several: `"deepspeed"`, `"hf"`.
+        format: The format to compare, if a folder has saves in several formats: `"deepspeed"`, `"hf"`.
         storage_options: Credentials and the like, for URLs on both sides.
         verify_key: As in `Signing`: ckpt warns if none of these keys has signed them.
         require_signed: As `required` of `Signing`.
 
     Returns:
-        What differs: false if nothing does.
+        The differences; the result is false if there are none.
 
     Raises:
         MissingError: One of them does not exist, or has no such part.
@@ -330,7 +330,7 @@ class _Side:
         return {file.name: file for file in files if not file.name.endswith(SUFFIX)}
 
     def values(self, file: FileRecord | None, part: str | None) -> dict[str, Any]:
-        """Return the values in a document by their paths: none if there is no such document."""
+        """Return the values in a document by their paths, or an empty dict if there is no such document."""
         if file is None or self.manifest is None or self.checkpoint is None:
             return {}
         stored = VerifiedFile.of(self.checkpoint.root, self.manifest.name, file, sha256=self.manifest.is_authentic)

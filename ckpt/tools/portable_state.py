@@ -126,7 +126,7 @@ class PortableState:
         keys = self.of_kind("model")
         if len(keys) != 1:
             named = f"{len(keys)} models ({', '.join(keys)})" if keys else "no model"
-            raise ConfigError(f"{self.name} has {named}, but this format needs exactly one.")
+            raise ConfigError(f"{self.name} has {named}, but this format needs exactly one model.")
         return keys[0]
 
 
@@ -406,7 +406,7 @@ def _from_dcp(place: Place) -> PortableState:
     folder = place.folder
     tree = _dcp_tree(folder)
     if not isinstance(tree, dict):
-        raise ConfigError(f"{folder.where} has a {type(tree).__name__}, not the state of a training run.")
+        raise ConfigError(f"{folder.where} contains a {type(tree).__name__}, not the state of a training run.")
     return _from_saved_dict(sorted_out(_outermost(tree), folder.where, DCP.name), folder.name, DCP.tool)
 
 

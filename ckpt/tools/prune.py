@@ -78,9 +78,9 @@ def prune(
 ) -> Pruned:
     """Remove checkpoints by the rules of `keep`, and the leftovers of crashed saves.
 
-    `prune` always keeps the newest intact checkpoint, and any that a process reads. `prune` never touches the files
-    that a save under way writes or replaces. If a run uses the root at the same time, `prune` leaves leftovers to the
-    next run.
+    `prune` always keeps the newest intact checkpoint, and any checkpoint that a process is reading. `prune` never
+    touches the files that a save under way writes or replaces. If a run uses the root at the same time, `prune` leaves
+    leftovers to the next run.
 
     Args:
         root: A path, a URL or a storage.
@@ -235,8 +235,8 @@ def _damage(storage: Storage, name: str) -> list[str]:
     found = verifying.verify_checkpoint(storage, name)
     if found.error is not None:
         raise type(found.error)(
-            f"ckpt can't read {name}: {found.error} The checkpoint may well be intact, so nothing was removed. Try "
-            "again later."
+            f"ckpt can't read {name}: {found.error} The checkpoint may be intact, so nothing was removed. Try again "
+            "later."
         ) from found.error
     return list(found.problems)
 

@@ -118,7 +118,7 @@ def _select(storage: Storage, names: list[str], step: int | None) -> list[Manife
         if not of_step:
             committed = [checkpoint for checkpoint in found if checkpoint.committed]
             known = ", ".join(f"{checkpoint.name} (step {checkpoint.step})" for checkpoint in committed) or "none"
-            raise MissingError(f"{storage.url} has no checkpoint of step {step}. It has: {known}.")
+            raise MissingError(f"{storage.url} has no checkpoint for step {step}. It has: {known}.")
         found = of_step[:1]
     if len(found) == 1 and found[0].problem is not None and not isinstance(found[0].problem, MissingError):
         raise found[0].problem
@@ -183,8 +183,8 @@ def _refuse_other_checkpoint(target: Storage, manifest: Manifest) -> None:
     is_older = known is not None and known.run == manifest.run and known.sequence < manifest.sequence
     if known is not None and known.id != manifest.id and not is_older:
         raise ConfigError(
-            f"{target.url} has another checkpoint {manifest.name!r}, which ckpt does not overwrite. Choose another "
-            "destination."
+            f"{target.url} has another checkpoint named {manifest.name!r}, which ckpt does not overwrite. Choose "
+            "another destination."
         )
 
 
@@ -242,7 +242,7 @@ def pull(
     verify_key: KeySource | None = None,
     require_signed: bool | str = False,
 ) -> str:
-    """Copy a checkpoint, a root, a folder or a repository of the Hub to another place.
+    """Copy a checkpoint, a root, a folder or a Hub repository to another place.
 
     A checkpoint becomes a folder below `destination`, and a run can resume from it. The folder appears when the copy is
     complete and matches its hashes. If a copy was interrupted, the next one continues it. ckpt copies other files
@@ -254,7 +254,7 @@ def pull(
     Args:
         source: `user/repo`, unless that is a folder here; `hub://user/repo@revision/path`; any other path or URL: of
             a checkpoint, a root with all its checkpoints, another folder, or a file.
-        destination: A path or URL. Other files there stay.
+        destination: A path or URL. Other files there stay unchanged.
         step: From a root, copy only the checkpoint of this step; None: all.
         revision: A branch, tag or commit on the Hub.
         token: A token for the Hub, on either side; None: `HF_TOKEN` or a login.
@@ -342,7 +342,7 @@ def _checkpoint(repo: HubRepo, top: str, step: int, offline: TransientError | No
     if not of_step:
         there = {path.relative_to(folder).as_posix(): manifest.step for path, manifest in found.items() if manifest}
         known = ", ".join(f"{name} (step {number})" for name, number in there.items()) or "none"
-        raise MissingError(f"{repo.url} has no checkpoint of step {step}. It has: {known}.")
+        raise MissingError(f"{repo.url} has no checkpoint for step {step}. It has: {known}.")
     chosen = max(of_step, key=lambda path: (of_step[path].sequence, of_step[path].created))
     return fetched(repo, [f"{chosen.relative_to(folder).as_posix()}/*"], offline) / chosen.relative_to(folder)
 

@@ -78,8 +78,8 @@ class OwnerProcess:
         """Raise in a forked child: the call would wait for threads that it does not have, or write without lock."""
         if not self.is_here:
             raise ConfigError(
-                f"{call}: this StateManager belongs to process {self.process}, but this is a fork, process "
-                f"{os.getpid()}. ckpt did nothing. Build another StateManager in the child, with its own root."
+                f"{call}: this StateManager belongs to process {self.process}, but this is process {os.getpid()}, a "
+                "fork of it. ckpt did nothing. Build another StateManager in the child, with its own root."
             )
 
 
@@ -101,8 +101,8 @@ class NotCopyableError(ConfigError, TypeError):
 def refuse_copy(self: object) -> NoReturn:
     """The `__reduce__` of what holds locks, threads and live objects."""
     raise NotCopyableError(
-        f"you can't copy or pickle a {type(self).__name__}, because it holds its root. Keep the manager out of objects "
-        "that you copy or send to other processes, and build one where you need it."
+        f"you can't copy or pickle a {type(self).__name__}, because it holds the lock on its root. Keep the manager "
+        "out of objects that you copy or send to other processes, and build a manager where you need it."
     )
 
 

@@ -176,7 +176,7 @@ def test_a_part_that_is_no_model_is_refused(tmp_path: Path) -> None:
     models = {"critic": plain(1), "generator": plain(2)}
     with ckpt.StateManager(tmp_path / "run", model=models) as manager:
         with pytest.raises(
-            ckpt.ConfigError, match=r"has no model part='model'.*It has: model\.critic, model\.generator"
+            ckpt.ConfigError, match=r"has no model named 'model'.*It has: model\.critic, model\.generator"
         ):
             manager.save_model(tmp_path / "out")
         manager.save_model(tmp_path / "out", part="model.critic")

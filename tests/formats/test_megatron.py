@@ -197,7 +197,7 @@ def test_a_model_that_megatron_would_not_find_is_not_written(tmp_path: Path) -> 
     odd: Any = Net()
     odd.decoder["layers"][1].self_attention = nn.ModuleDict({"linear_qkv": WithExtra(4, 8, bias=False)})
     for name, model, why in (
-        ("plain", nn.Linear(2, 2), "does not use the names of Megatron-Core"),
+        ("plain", nn.Linear(2, 2), "does not use Megatron-Core's parameter names"),
         ("odd", odd, r"linear_qkv\.weight in first is not the same in every layer: 2 of 2 layers have it"),
     ):
         with ckpt.StateManager(tmp_path / name, model=model) as manager:

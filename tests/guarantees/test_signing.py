@@ -303,7 +303,7 @@ class TestTampering:
             lambda: ckpt.merge(safetensors, tmp_path / "merged" / WEIGHTS, **required),
             lambda: ckpt.pull(safetensors, tmp_path / "pulled", **required),
         ):
-            with pytest.raises(ckpt.UntrustedError, match="without a manifest nothing in it is signed"):
+            with pytest.raises(ckpt.UntrustedError, match="it has no manifest, so nothing in it is signed"):
                 do()
         assert not (tmp_path / "merged").exists()
         assert not (tmp_path / "pulled").exists()
@@ -854,7 +854,9 @@ class TestKeys:
         os.chmod(key, mode)
         each: list[dict[str, Any]] = [{"key": key}, {"verify_key": key}]
         for options in each:
-            with pytest.raises(ckpt.ConfigError, match=f"others may read or write the private key .*mode 0{mode:o}"):
+            with pytest.raises(
+                ckpt.ConfigError, match=f"other users can read or write the private key .*mode 0{mode:o}"
+            ):
                 ckpt.StateManager(tmp_path / "run", model=nn.Linear(4, 4), signing=ckpt.Signing(**options))
         assert not (tmp_path / "run").exists()
 

@@ -157,7 +157,7 @@ def test_the_error_names_the_checkpoint_and_what_to_do(tmp_path: Path) -> None:
     text = str(raised.value)
     assert f"can't read {NEWEST} now" in text
     assert "Input/output error" in text
-    assert "may well be intact" in text
+    assert "may be intact" in text
     assert "load_state(name)" in text
 
 

@@ -186,7 +186,7 @@ class TestLink:
         source = MemoryStorage("unconfirmed")
         save(source, "step-1")
         network.wires[5, 3, 2].put(bytes(32))
-        with pytest.raises(LinkError, match="a message in the name of rank 5 did not come from it"):
+        with pytest.raises(LinkError, match="a message claims to be from rank 5, but is not"):
             network.link(3).send(source, "step-1", 5)
 
     @pytest.mark.parametrize("length", [0, -1, (64 << 20) + 1])
@@ -364,7 +364,7 @@ class TestReplicas:
         found._report(hosts, [Transfer(0, SLOT, "step-8", 2)], "")
         found._report(hosts, [Transfer(0, SLOT, "step-8", 2)], "cut")
         told = [
-            "hosts sent each other snapshots in memory: two has step-8 from one",
+            "the hosts exchanged their snapshots in memory: two has step-8 from one",
             "ckpt can't use the snapshots in the memory of other hosts: cut",
         ]
         assert [record.message for record in caplog.records] == (told if rank == 0 else [])
@@ -502,7 +502,7 @@ class TestSlots:
                 manager.step()
             if saved:
                 manager.save_state()
-        assert ("the run ends with step 2 only in memory" in caplog.text) == (not saved)
+        assert ("ckpt removes the snapshot of step 2 from memory" in caplog.text) == (not saved)
 
 
 class TestPlaces:

@@ -196,7 +196,7 @@ def _send_as_another(rank: int, folder: str) -> None:
             link.send(storage, "forged", 1)
         return
     assert link.receive(storage, 0) == "mine"
-    with pytest.raises(LinkError, match="a message in the name of rank 0 did not come from it"):
+    with pytest.raises(LinkError, match="a message claims to be from rank 0, but is not"):
         link.receive(storage, 0)
     assert ckpt.verify(f"{folder}/1") == {"mine": []}
     assert {entry.key.partition("/")[0] for entry in storage.list()} == {"mine"}

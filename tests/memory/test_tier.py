@@ -272,7 +272,7 @@ def test_a_run_that_ends_with_more_in_memory_than_in_the_root_says_so(
 ) -> None:
     train(manager, 4)
     manager.close()
-    assert "the run ends with step 4 only in memory" in caplog.text
+    assert "ckpt removes the snapshot of step 4 from memory" in caplog.text
     assert "is none. Call save_state() at the end" in caplog.text
 
 

@@ -547,7 +547,7 @@ def test_roots_of_other_runs_are_refused(tmp_path: Path) -> None:
     mixed = [root("/a/run", "/b/run"), root("/b/run")]
     with pytest.raises(RanksError, match="have opened different roots"):
         hosts._agree_on_root(mixed, shared=False)
-    with pytest.raises(AbsentError, match="does not show a file that"):
+    with pytest.raises(AbsentError, match="can't find it there"):
         hosts._first_seen(open_storage(str(tmp_path)), ["a", "b"])
 
 

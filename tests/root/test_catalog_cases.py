@@ -334,7 +334,7 @@ class TestTheManifestAndItsCopy:
         with pytest.raises(MissingError) as raised:
             find_manifest(root, name, lambda: " Known.")
         assert str(raised.value).endswith(
-            "Known." if name == "other" else "Known. Without a name, the newest is loaded."
+            "Known." if name == "other" else "Known. To load the newest one, leave out the name."
         )
 
 

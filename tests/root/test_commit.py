@@ -103,7 +103,9 @@ class TestOrder:
         storage.delete(["a/model.safetensors"])
         if harm == "cut":
             storage.write("a/model.safetensors", [data[:-1]])
-        with pytest.raises(StorageError, match=r"1 of its files have disappeared or changed .*\(model\.safetensors\)"):
+        with pytest.raises(
+            StorageError, match=r"1 of its files have disappeared or changed size .*\(model\.safetensors\)"
+        ):
             attempt.commit(storage, manifest_of(attempt, written), {})
         assert not any(found.committed for found in scan(storage))
 

@@ -555,15 +555,15 @@ class TestTrust:
         assert find_verify_keys(both) == (one.id, *two)
         for wrong, why in (
             ("", "could not read it"),
-            ("-----BEGIN x", "is not the right kind of PEM"),
+            ("-----BEGIN x", "is not a PEM key of the right kind"),
             (f"{keys[0]}.none", "could not read it"),
         ):
             with pytest.raises(ConfigError, match=why):
                 find_verify_keys(wrong)
-        with pytest.raises(ConfigError, match="is not the right kind of PEM"):
+        with pytest.raises(ConfigError, match="is not a PEM key of the right kind"):
             find_signing_key(Path(f"{keys[0]}.pub").read_text())
         Path(keys[0] + ".empty").touch()
-        with pytest.raises(ConfigError, match="has no key in it"):
+        with pytest.raises(ConfigError, match="contains no key"):
             find_verify_keys(keys[0] + ".empty")
 
     def test_a_private_key_that_others_may_read_is_refused_and_none_is_overwritten(self, keys: tuple[str, str]) -> None:
@@ -573,7 +573,7 @@ class TestTrust:
         for mode in (0o640, 0o604, 0o620):
             os.chmod(keys[0], mode)
             for find_key in (find_signing_key, find_verify_keys):
-                with pytest.raises(ConfigError, match=f"others may read or write .*mode {mode:04o}"):
+                with pytest.raises(ConfigError, match=f"other users can read or write .*mode {mode:04o}"):
                     find_key(keys[0])
         with pytest.raises(ConfigError, match="already exists"):
             new_key(keys[1])

@@ -449,7 +449,7 @@ def test_the_reports_of_ranks_are_joined_and_must_agree() -> None:
 
     stored = merge_reports([[entry("a"), entry("b", linked=True)], [entry("c")], [entry("a")]])
     assert [(each.file.name, each.linked) for each in stored] == [("a", False), ("b", True), ("c", False)]
-    with pytest.raises(ckpt.RanksError, match="other files than the main rank: a on rank 1; b on rank 2"):
+    with pytest.raises(ckpt.RanksError, match="files that differ from the main rank's: a on rank 1; b on rank 2"):
         merge_reports([[entry("a"), entry("b")], [entry("a", ("y",))], [entry("a", ("z",)), entry("b", ("y",))]])
 
 

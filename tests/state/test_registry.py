@@ -178,13 +178,13 @@ def test_values_are_a_dict_of_plain_ones() -> None:
         values["c"]
     with pytest.raises(KeyError, match="It has: none"):
         PlainValues()["c"]
-    with pytest.raises(ConfigError, match="must be text, not 3"):
+    with pytest.raises(ConfigError, match="must be a string, not 3"):
         values[3] = 1  # type: ignore[index]
     saved = values.to_save()
     values["a"].append(5)
     assert saved == {"values": {"a": [1, (2.0, None), {"x": True, 3: "y"}], "b": 4}}
     for unfit in (object(), torch.ones(2), np.ones(1), {1.5: 2}, [{"a": set()}], {None: 1}):
-        with pytest.raises(ConfigError, match="Values can be numbers, text, None"):
+        with pytest.raises(ConfigError, match="Values can be numbers, strings, None"):
             values["d"] = unfit
     nested: Any = 1
     for _ in range(50):
@@ -395,7 +395,7 @@ def test_objects_have_keys_by_their_kind_and_name() -> None:
 def test_a_state_dict_in_place_of_its_object_is_refused() -> None:
     model = _model()
     for state in (model.state_dict(), _sgd(model).state_dict()):
-        with pytest.raises(ConfigError, match=r"model= is a state_dict\. Give the object"):
+        with pytest.raises(ConfigError, match=r"got a state_dict as model=\. Pass the object"):
             named("model", state)
     assert named("model", {}) == {}
 
@@ -428,7 +428,7 @@ def test_what_is_given_without_a_keyword_is_refused() -> None:
     refuse_unnamed(None, [])
     model = _model()
     for root, others, words in ((model, [], "Linear"), ("runs/x", [model], "Linear"), (_sgd(model), [3], "SGD, int")):
-        with pytest.raises(TypeError, match=f"but you passed {words} too"):
+        with pytest.raises(TypeError, match=f"but you also passed {words} without one"):
             refuse_unnamed(root, others)
 
 

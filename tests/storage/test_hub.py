@@ -436,7 +436,7 @@ def test_a_sharded_checkpoint_is_one_commit_and_comes_back_in_every_way(
     assert "step-00000007" in listed.output
     missing = CliRunner().invoke(main, ["pull", REPO, str(tmp_path / "back"), "--step", "8"])
     assert missing.exit_code == 1
-    assert "has no checkpoint of step 8. It has: mrpc/step-00000007" in missing.output
+    assert "has no checkpoint for step 8. It has: mrpc/step-00000007" in missing.output
     sharded.close()
     _without_network(tmp_path, capfd)
 
@@ -568,7 +568,7 @@ def test_pull_of_a_step_goes_by_the_manifest_on_the_hub_as_elsewhere(hub: HubSer
             target = tmp_path / f"pulled-{step}-{number}"
             assert ckpt.pull(source, target, step=step) == str(target / name)
             assert ckpt.verify(target) == {name: []}
-    with pytest.raises(ckpt.MissingError, match=r"has no checkpoint of step 8\. It has: .*best"):
+    with pytest.raises(ckpt.MissingError, match=r"has no checkpoint for step 8\. It has: .*best"):
         ckpt.pull(ROOT, tmp_path / "none", step=8)
 
 

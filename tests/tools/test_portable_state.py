@@ -121,7 +121,7 @@ def test_a_rank_that_kept_nothing_has_a_state_that_says_what_it_lacks(state: Por
 def test_a_format_of_one_model_refuses_none_and_several(state: PortableState) -> None:
     model = state.parts["model"]
     for parts, message in (
-        ({}, "a has no model, but this format needs exactly one"),
+        ({}, "a has no model, but this format needs exactly one model"),
         ({"model.a": model, "model.b": model}, r"a has 2 models \(model.a, model.b\), but this format needs"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -333,7 +333,7 @@ class TestMegatron:
 
     def test_a_model_needs_its_names_and_what_is_no_tensor_is_left_out(self) -> None:
         _require_names({"decoder.layers.0.mlp.weight": self.tensor(1), "other": self.tensor(1)}, "it")
-        with pytest.raises(ConfigError, match="the model of it does not use the names of Megatron-Core"):
+        with pytest.raises(ConfigError, match="the model of it does not use Megatron-Core's parameter names"):
             _require_names({"layers.0.weight": self.tensor(1)}, "it")
         objects, skipped = _objects({"a.mlp._extra_state": None, "b.mlp._extra_state": 5, "other": None})
         assert len(objects) == 1

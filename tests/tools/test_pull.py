@@ -103,7 +103,7 @@ def test_of_a_root_the_checkpoint_of_a_step_is_taken(tmp_path: Path) -> None:
     result = pull(tmp_path / "run", tmp_path / "back", "--step", 7)
     assert result.exit_code == 1
     assert (
-        "no checkpoint of step 7. It has: step-00000003 (step 3), step-00000002 (step 2), step-00000001 (step 1)"
+        "no checkpoint for step 7. It has: step-00000003 (step 3), step-00000002 (step 2), step-00000001 (step 1)"
         in result.output
     )
 
