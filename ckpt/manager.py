@@ -215,7 +215,7 @@ class StateManager:
         """
         models = list(self._session.registry.models.values())
         if model is None and len(models) != 1:
-            raise ConfigError(f"this manager has {len(models)} models. Pass one of them: unwrap(model).")
+            raise ConfigError(f"this manager has {len(models)} models. Pass a model: unwrap(model).")
         return unwrap(models[0] if model is None else model)
 
     def epochs(self, total: int) -> Iterator[int]:

@@ -36,8 +36,8 @@ def memory_size(tensor: torch.Tensor) -> int:
     size, there = tensor.nbytes, tensor.untyped_storage().nbytes()
     if size and tensor.storage_offset() * tensor.element_size() + size > there:
         raise UnsupportedError(
-            f"a {tensor.dtype} tensor of shape {list(tensor.shape)} takes {there} bytes of memory, but its elements "
-            f"need {size}. ckpt can't save or load such a tensor: convert it to another dtype."
+            f"a {tensor.dtype} tensor of shape {list(tensor.shape)} has {there} bytes of memory, but its elements need "
+            f"{size}. ckpt can't save or load such a tensor: convert it to another dtype."
         )
     return size
 

@@ -327,8 +327,8 @@ class ReadOnlyStorage:
         above, _, name = inside.rstrip("/").rpartition("/")
         if not above or above.endswith(":/"):
             raise StorageError(
-                f"{self.url} has the files of a checkpoint at its top level, but no name for it. Put the checkpoint's "
-                "folder there instead."
+                f"{self.url} has a checkpoint's files at its top level, so the checkpoint has no name. Put the "
+                "checkpoint's folder there instead."
             )
         return ReadOnlyStorage(f"{above}{'/' if above.endswith(':/') else ''}{chain}{archive}", self._options), name
 
@@ -375,7 +375,7 @@ class ReadOnlyStorage:
         try:
             return dict(self._fs.find(path, maxdepth=_DEEPEST, detail=True, **told))
         except RecursionError:
-            raise StorageError(f"can't list {self.url}: its folders nest without end.") from None
+            raise StorageError(f"can't list {self.url}: its folders nest endlessly.") from None
 
     def version(self, key: str) -> str | None:
         path = self._path(check_key(key))
@@ -454,7 +454,7 @@ class ReadOnlyStorage:
             if len(data) < stop - start:
                 raise StorageError(
                     f"could not read {self._where(key)}: ckpt asked for {stop - start} bytes, and the server sent "
-                    f"{len(data)}. The server does not support ranges correctly."
+                    f"{len(data)}. The server does not support range requests correctly."
                 )
             self._copy(key)  # it is sent whole: once is enough
         with self._guard:
@@ -585,7 +585,7 @@ def _answers(seconds: float) -> type:
             if len(found) > most:
                 self.close()
                 if not span:
-                    raise StorageError(f"{self.url} has no end, or more than {most >> 20} MB.")
+                    raise StorageError(f"{self.url} is endless, or larger than {most >> 20} MB.")
             return found
 
         async def _received(self, most: int) -> bytes:

@@ -188,9 +188,9 @@ class Leases:
                 self._renew(lease)
             if lease.lost:
                 raise LockedError(
-                    f"another run took over {self._objects.url}/{lease.key}, because this one gave no sign of life for "
-                    f"{EXPIRY:g} s: {self._note(lease.path)} This run writes nothing more. Stop one of the two, then "
-                    "start again: it continues from the newest checkpoint."
+                    f"another run took over the lock {self._objects.url}/{lease.key}, because this run gave no sign of "
+                    f"life for {EXPIRY:g} s: {self._note(lease.path)} This run writes nothing more. Stop one of the "
+                    "two runs, and start this one again if needed: it continues from the newest checkpoint."
                 )
 
     def _claim(self, lease: Lease) -> None:
@@ -390,4 +390,4 @@ class Leases:
             self._write_shared(lease)
         elif not self._write_exclusive(lease):
             lease.lost = True
-            _log.error("another run took over %s/%s", self._objects.url, lease.key)
+            _log.error("another run took over the lock %s/%s", self._objects.url, lease.key)

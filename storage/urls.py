@@ -86,8 +86,8 @@ def disk_path(path: Any, what: str) -> str:
         return _file_path(match.group(2))
     if match is not None or _ARCHIVE.match(url):
         raise ConfigError(
-            f"{masked_url(url)} is a URL, but ckpt writes {what} only to a disk. Give a path, then copy the "
-            "result there."
+            f"{masked_url(url)} is a URL, but ckpt writes {what} only to a disk. Give a local path, then copy the "
+            "result to the URL."
         )
     refuse_broken_url(url)
     return url
@@ -112,8 +112,8 @@ def _open_read_only(url: str, options: dict[str, Any]) -> Storage:
 def _refuse_secrets(url: str) -> None:
     if masked_url(url) != url:
         raise ConfigError(
-            f"{masked_url(url)} contains a password, a token or a signature, and logs show URLs. Give credentials in "
-            "the environment, in a profile, or in storage_options."
+            f"{masked_url(url)} contains a password, a token or a signature, which logs would show. Give credentials "
+            "in the environment, in a profile, or in storage_options."
         )
 
 

@@ -184,8 +184,8 @@ def _check_numbers(where: str, kind: str, numbered: Mapping[int, list[str]]) -> 
     for paths in numbered.values():
         if len({path.partition("/")[0] for path in paths}) > 1:
             raise ConfigError(
-                f"{where} has files of two saves: {' and '.join(sorted(paths))}. Remove the one that you don't want to "
-                "read."
+                f"{where} has files of two saves: {' and '.join(sorted(paths))}. Remove the save that you don't want "
+                "to read."
             )
 
 
@@ -226,7 +226,7 @@ class TrainerFolder:
             found = json.loads(data)
             steps, epochs = int(found["global_step"]), float(found["epoch"] or 0)
             if steps < 0 or not math.isfinite(epochs) or epochs < 0:
-                raise ValueError(f"no training has {steps} steps and {epochs} epochs")
+                raise ValueError(f"a run can't have {steps} steps and {epochs} epochs")
             return steps, epochs
 
     def generators(self, rank: int) -> dict[str, Any] | None:

@@ -222,7 +222,8 @@ def _contents(state: Mapping[str, Any]) -> Contents:
 def _checked_keys(keys: tuple[Any, ...]) -> Keys:
     if len(keys) > DEEPEST or any(type(key) not in (int, str) for key in keys):
         raise ValueError(
-            f"a value has a path of {len(keys)} keys of types {sorted({type(key).__name__ for key in keys})}"
+            f"ckpt can't read a value's path of {len(keys)} keys of the types "
+            f"{sorted({type(key).__name__ for key in keys})}"
         )
     return tuple(keys)
 
@@ -246,8 +247,8 @@ def _place(info: Mapping[str, Any]) -> tuple[str, int, int]:
     """A file, and the start and length of a range in it."""
     if info.get("transform_descriptors"):
         raise ValueError(
-            f"{info['relative_path']} was written through {info['transform_descriptors']}, but ckpt reads only plain "
-            "files"
+            f"{info['relative_path']} was written with the transforms {info['transform_descriptors']}, but ckpt reads "
+            "only plain files"
         )
     start, length = checked_sizes((info["offset"], info["length"]))
     return of_type(str, info["relative_path"]), start, length

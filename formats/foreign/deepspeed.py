@@ -211,7 +211,7 @@ class ModelStates:
     def described(cls, found: Any) -> ModelStates:
         if any(found.get(key) for key in _EXPERTS):
             raise UnsupportedError(
-                "DeepSpeed has divided the experts of this checkpoint over ranks, which ckpt can't read."
+                "ckpt can't read this checkpoint, because DeepSpeed has divided its experts over ranks."
             )
         module = {name: value for name, value in found["module"].items() if isinstance(value, PiecedTensor)}
         groups = tuple(_shapes(group) for group in found.get("param_shapes") or ())
@@ -292,7 +292,7 @@ def master_weight(found: Any, shape: Sizes | None, where: str) -> PiecedTensor:
             return tensor
         flat = Flat.joined([tensor])
         if tensor.size != math.prod(shape):
-            raise ValueError(f"{tensor.size} elements don't make a tensor of shape {list(shape)}")
+            raise ValueError(f"{tensor.size} elements can't form a tensor of shape {list(shape)}")
         return tensor_at(flat.reader, where, flat.dtype, 0, shape)
 
 
@@ -353,9 +353,9 @@ def _require_by_element(key: str, held: Sequence[Any], masters: Sequence[PiecedT
     for value, master in zip(held, masters, strict=True):
         if len(tensor_in(value).shape) != 1 or value.shape[0] < master.shape[0]:
             raise UnsupportedError(
-                f"{where}: the optimizer's {key} does not have one value per element (it has shape "
-                f"{list(value.shape)}, the weights {list(master.shape)}), so ckpt can't divide it by parameter. "
-                f"{_WAY_OUT}"
+                f"{where}: the optimizer's {key} does not have one value per element (its shape is "
+                f"{list(value.shape)}, that of the weights {list(master.shape)}), so ckpt can't divide it by "
+                f"parameter. {_WAY_OUT}"
             )
 
 
@@ -546,8 +546,8 @@ class SavedEngine:
         if missing or len(found) != len(matches):
             raise DamagedError(
                 f"{self.folder.where} is damaged: it should have one file such as {matches[0].string} for each of "
-                f"{len(found)} ranks, but rank {', '.join(map(str, missing[:_FEW])) or 0} has none, or two. Copy all "
-                "files of one save there."
+                f"{len(found)} ranks, but rank {', '.join(map(str, missing[:_FEW])) or 0} has none or two. Copy all "
+                "files of one save into that folder."
             )
         return [found[rank] for rank in range(len(found))]
 
@@ -575,8 +575,8 @@ class SavedEngine:
         if {states.world_size for states in ranks} != {len(ranks)} or len({states.stage for states in ranks}) > 1:
             wrote = ranks[0].world_size if ranks else "several"
             raise DamagedError(
-                f"{self.folder.where} has the *_optim_states.pt of {len(ranks)} ranks, but {wrote} ranks wrote it. "
-                "These files hold the master weights: copy all files of one save there."
+                f"{self.folder.where} has *_optim_states.pt files of {len(ranks)} ranks, but {wrote} ranks wrote the "
+                "save. These files hold the master weights: copy all files of one save into that folder."
             )
         return ranks
 
@@ -607,6 +607,6 @@ def _joined(held: list[PiecedTensor], shape: Sizes, where: str) -> PiecedTensor:
     share = share_of(math.prod(shape), len(held))
     if {flat.count for flat in flats} != {share} or len({flat.dtype for flat in flats}) > 1:
         raise ValueError(
-            f"the ranks' shares of {[flat.count for flat in flats]} elements don't make a tensor of shape {list(shape)}"
+            f"the ranks' shares of {[flat.count for flat in flats]} elements can't form a tensor of shape {list(shape)}"
         )
     return from_shares(flats, 0, shape, where)

@@ -185,7 +185,9 @@ def tensors_at(folder: FolderReader, *paths: str) -> dict[str, PiecedTensor]:
         weight_map = read_weight_map(folder.opened(paths[0]).read(0, folder.files[paths[0]]), where)
         paths = tuple(sorted(set(weight_map.values())))
         if missing := [path for path in paths if path not in folder.files]:
-            raise DamagedError(f"{where} names files that are missing: {', '.join(missing)}. Copy all files there.")
+            raise DamagedError(
+                f"{where} names files that are missing: {', '.join(missing)}. Copy all files into its folder."
+            )
     files = {path: TensorFile.open(folder.opened(path), f"{folder.where}/{path}", folder.files[path]) for path in paths}
     return tensors_of(files, weight_map, folder.where)
 

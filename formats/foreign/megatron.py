@@ -136,7 +136,7 @@ def _check_backend(folder: FolderReader) -> None:
     if CONFIG not in folder.files:
         raise DamagedError(
             f"{folder.where}/{CONFIG} is missing. Megatron-Core writes this file last, so the save was cut off. Use "
-            "another."
+            "another save."
         )
     where = f"{folder.where}/{CONFIG}"
     try:

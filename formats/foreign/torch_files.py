@@ -161,7 +161,9 @@ def _check_distinct(bare: dict[str, str]) -> None:
         wrapped[stripped].append(name)
     doubled = [" and ".join(names) for names in wrapped.values() if len(names) > 1]
     if doubled:
-        raise ConfigError(f"some names are the same once ckpt removes the prefixes of wrappers: {'; '.join(doubled)}.")
+        raise ConfigError(
+            f"when ckpt removes the prefixes of wrappers, some names become the same: {'; '.join(doubled)}."
+        )
 
 
 RNG = "rng"

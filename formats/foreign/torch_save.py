@@ -58,7 +58,7 @@ def checked_key(key: Any) -> Any:
     if type(key) is tuple and len(key) <= _LONGEST_KEY and all(map(_is_scalar, key)):
         return key
     raise ValueError(
-        f"a key of a dict is a {type(key).__name__}, but ckpt reads only numbers, text and short tuples of them"
+        f"a key of a dict is a {type(key).__name__}, but ckpt reads only numbers, strings and short tuples of these"
     )
 
 
@@ -415,7 +415,7 @@ class TorchArchive:
         self._room = _ALWAYS + _MOST_TIES * window.length  # bytes that its tensors may have together
         order = f"{self._root}/byteorder"
         if order in archive.namelist() and self._bytes(order) != b"little":
-            raise ValueError("the file has another byte order than this machine")
+            raise ValueError("the file's byte order differs from this machine's")
 
     def described(self, allowed: Container[str]) -> Any:
         """What the pickle describes. `allowed` are the names that it may contain."""
@@ -432,7 +432,9 @@ class TorchArchive:
         saved = _TensorRecord.described(found)
         entry = self._archive.getinfo(f"{self._root}/data/{saved.key}")
         if saved.stop > entry.file_size or entry.compress_type != zipfile.ZIP_STORED:
-            raise ValueError(f"a tensor of {saved.stop} bytes can't be in {entry.file_size} bytes, compressed or not")
+            raise ValueError(
+                f"a tensor of {saved.stop} bytes can't be stored in {entry.file_size} bytes, compressed or not"
+            )
         data = self._window.start + self._window.data_of(entry.header_offset, entry.file_size)
         region = Region(self._window.reader, self._where, saved.dtype, data + saved.start, saved.sizes, saved.strides)
         self._room -= region.nbytes
@@ -627,7 +629,7 @@ def _named(found: Described) -> Any:
 def _encoded(found: Described) -> bytes:
     text, encoding = (of_type(str, argument) for argument in found.arguments)
     if encoding not in ("latin1", "latin-1"):
-        raise ValueError(f"the pickle encodes bytes as {encoding!r}")
+        raise ValueError(f"the pickle encodes bytes with {encoding!r}")
     return text.encode("latin-1")
 
 
@@ -644,7 +646,7 @@ def _listed(kind: Callable[..., Any]) -> Callable[[Described], Any]:
 
     def build(found: Described) -> Any:
         if any(type(argument) not in (list, tuple, set) for argument in found.arguments):
-            raise ValueError(f"the pickle makes a {kind.__name__} of something that is not a list")
+            raise ValueError(f"the pickle builds a {kind.__name__} from something that is not a list")
         return kind(*found.arguments)
 
     return build
@@ -655,7 +657,7 @@ def _array_dtype(found: Described) -> Any:
 
     dtype = np.dtype(of_type(str, found.arguments[0]))
     if dtype.kind not in _KINDS:
-        raise ValueError(f"the pickle has an array of {dtype}, but ckpt reads only arrays of numbers or text")
+        raise ValueError(f"the pickle has an array of {dtype}, but ckpt reads only arrays of numbers or strings")
     order: Any = found.state[1] if found.state else "|"
     return dtype.newbyteorder(order) if order in ("<", ">") else dtype
 

@@ -193,7 +193,7 @@ def numpy_array(shape: Any, description: Any, data: bytes | memoryview) -> Any:
     import numpy as np
 
     if len(data) != numpy_size(shape, description):
-        raise ValueError(f"{len(data)} bytes don't make an array of shape {shape} of {description}")
+        raise ValueError(f"{len(data)} bytes can't form an array of shape {shape} of {description}")
     array = np.zeros(shape, dtype=_numpy_dtype(description))
     if len(data):
         array.reshape(-1).view(np.uint8)[:] = np.frombuffer(data, dtype=np.uint8)
@@ -481,7 +481,7 @@ class Decoder:
         tensor = self.tensor(inner["tensor"])
         if tensor.dtype != torch.uint8 or tuple(tensor.shape) != (numpy_size(inner["shape"], dtype),):
             stored = f"{tensor.dtype} of shape {list(tensor.shape)}"
-            raise ValueError(f"{stored} doesn't make an array of shape {inner['shape']} of {dtype}")
+            raise ValueError(f"{stored} can't form an array of shape {inner['shape']} of {dtype}")
         if not isinstance(tensor, torch.Tensor):  # a placeholder, before reading
             return tensor
         return numpy_array(inner["shape"], dtype, host_bytes(tensor.contiguous()))
@@ -562,7 +562,7 @@ def parts_in(document: Any, key: str, where: str) -> dict[str, Any]:
 def _check_part(name: str, part: dict[str, Any]) -> None:
     """Raise for a part without a state, unless its rank had none, or with fields of other types."""
     if "absent" not in part and ("state" not in part or not isinstance(part.get("class"), str)):
-        raise ValueError(f"the part {name} has no class or no state")
+        raise ValueError(f"the part {name} lacks its class or its state")
     for key, kind in _PART_FIELDS.items():
         of_type(kind, part.get(key, kind()))
     if not all(isinstance(tensor, str) for tensor in part.get("plain", ())):
@@ -584,7 +584,7 @@ def _tensor_from_json(fields: Mapping[str, Any]) -> torch.Tensor:
         from_base64(fields["bytes"]),
     )
     if math.prod(shape) * dtype.itemsize != len(data):
-        raise ValueError(f"{len(data)} bytes don't make a {dtype} of shape {list(shape)}")
+        raise ValueError(f"{len(data)} bytes can't form a {dtype} of shape {list(shape)}")
     tensor = torch.empty(shape, dtype=dtype)
     host_bytes(tensor)[:] = data
     return tensor

@@ -143,7 +143,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _texts(value: Any) -> dict[str, str]:
     if any(not isinstance(text, str) for text in of_type(dict, value).values()):
-        raise ValueError("the metadata in its header is not text")
+        raise ValueError("the metadata in its header has a value that is not a string")
     return of_type(dict, value)
 
 
@@ -155,7 +155,7 @@ def _extent(name: str, entry: Any, data: int) -> Extent:
     if spelling not in ITEM_SIZES:
         raise ValueError(f"tensor {name} has the unknown dtype {spelling!r}")
     if stop - start != math.prod(shape) * ITEM_SIZES[spelling]:
-        raise ValueError(f"{name}: {stop - start} bytes don't make a {spelling} of shape {list(shape)}")
+        raise ValueError(f"{name}: {stop - start} bytes can't form a {spelling} of shape {list(shape)}")
     return Extent(spelling, shape, data + start, data + stop)
 
 
@@ -164,7 +164,7 @@ def _check_contiguous(entries: Iterable[Extent], data: int, size: int) -> None:
     at = data
     for start, stop in sorted((entry.start, entry.stop) for entry in entries):
         if start != at:
-            raise ValueError(f"a tensor begins at byte {start}, but the one before it ends at byte {at}")
+            raise ValueError(f"a tensor begins at byte {start}, but the previous tensor ends at byte {at}")
         at = stop
     if at != size:
         raise ValueError(f"the last tensor ends at byte {at}, but the file has {size} bytes")

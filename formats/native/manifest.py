@@ -470,8 +470,8 @@ def _check_version(fields: Mapping[str, Any], where: str) -> None:
         writer = versions.get("ckpt") if isinstance(versions, dict) else None
         raise VersionError(
             f"{where} has format version {version}, written by ckpt {writer if _is_version(writer) else '?'}, but this "
-            f"ckpt reads only up to version {VERSION}. Upgrade with 'pip install -U torch-ckpt', or load an older "
-            "checkpoint by its name."
+            f"version of ckpt reads formats only up to version {VERSION}. Upgrade with 'pip install -U torch-ckpt', or "
+            "load an older checkpoint by its name."
         )
 
 

@@ -83,7 +83,7 @@ class ShardTable:
             layouts = dict(enumerate(layout_from_json(layout, world_size) for layout in fields["layouts"]))
             rows = {name: _spec_from_json(row, layouts) for name, row in fields["tensors"].items()}
             if not all(isinstance(stored, str) for stored in fields["aliases"].values()):
-                raise ValueError("an alias is not text")
+                raise ValueError("an alias is not a string")
             if manifest and sum(spec.shards for spec in rows.values()) * _LEAST_ENTRY > manifest.size + _ALWAYS_READ:
                 raise ValueError("the table lists more shards than the checkpoint's files can hold")
             return cls(rows, dict(fields["aliases"]))
@@ -274,7 +274,9 @@ class ShardedTensors:
             if name in file:
                 _check_shard(file, name, spec, spec.layout.box(spec.shape, rank))
                 return file
-        raise DamagedError(f"the checkpoint says that rank {rank} wrote a piece of tensor {name!r}, but it did not.")
+        raise DamagedError(
+            f"the checkpoint says that rank {rank} wrote a piece of tensor {name!r}, but no file of that rank has it."
+        )
 
 
 def _check_shard(file: TensorFile, name: str, spec: ShardSpec, box: Box) -> None:

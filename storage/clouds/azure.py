@@ -137,7 +137,7 @@ class AzureClient:
         if status == "pending":
             blob.abort_copy(copy["copy_id"])
         if status != "success":
-            raise StorageError(f"the server reports {status!r} for the copy.")
+            raise StorageError(f"the server reports the status {status!r} for the copy.")
 
     def page(self, prefix: str, marker: Any) -> tuple[list[Entry], Any]:
         pages = self._container.list_blobs(name_starts_with=prefix, include=["metadata"]).by_page(marker)
@@ -237,8 +237,9 @@ def _service(scheme: str, options: dict[str, Any], policy: RetryPolicy) -> Any:
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"can't open {scheme}:// ({type(error).__name__}). Give connection_string, or account_name with "
-            "account_key, sas_token or a login: in storage_options, or as AZURE_STORAGE_CONNECTION_STRING, "
-            f"AZURE_STORAGE_ACCOUNT_NAME and so on. You gave: {', '.join(sorted(options)) or 'nothing'}."
+            "account_key, sas_token or a login: in storage_options, or in variables such as "
+            "AZURE_STORAGE_CONNECTION_STRING and AZURE_STORAGE_ACCOUNT_NAME. You gave: "
+            f"{', '.join(sorted(options)) or 'nothing'}."
         ) from None
     transport = RequestsTransport(connection_timeout=min(10.0, policy.stall), read_timeout=policy.stall)
     transport.open()

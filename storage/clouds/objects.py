@@ -193,7 +193,7 @@ class CloudObjects:
         """The objects of an answer, with their keys here."""
         for entry in found:
             if not entry.key.startswith(self._prefix + prefix):
-                raise strange_answer(self.url, "the server listed keys below another prefix than ckpt asked for")
+                raise strange_answer(self.url, "the server listed keys below a prefix that ckpt did not ask for")
             if entry.size < 0:
                 raise strange_answer(self.url, "the server listed an object with a negative size")
         return [

@@ -57,7 +57,7 @@ def _downloaded(repo: HubRepo, patterns: Sequence[str] | None) -> Path:
         files = repo.files(commit)
         if odd := [path for path in files if not is_relative(path)]:
             raise DamagedError(
-                f"ckpt does not read {repo.url}, because a file's name points outside of it: {odd[0]!r}."
+                f"ckpt does not read {repo.url}, because a file's name points outside the repository: {odd[0]!r}."
             )
         chosen = [files[path] for path in _matching(files, patterns)]
         with client_bars(show=sys.stderr.isatty()):
@@ -128,9 +128,7 @@ def _verify(files: Mapping[Path, HubFile | None], commit: str) -> None:
         altered = [path for path, file in known.items() if not _is_intact(path, file, advance)]
     if altered:
         names = "; ".join(os.path.realpath(path) for path in altered)
-        raise DamagedError(
-            f"these files do not match their hashes: {names}. Remove the files, so that ckpt fetches them again."
-        )
+        raise DamagedError(f"these files do not match their hashes: {names}. Remove them, and ckpt fetches them again.")
     if unknown := [str(path) for path in files if path not in known]:
         _log.warning(
             "ckpt could not verify these files, because the cache has no hashes for them: %s", ", ".join(unknown)

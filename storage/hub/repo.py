@@ -219,7 +219,7 @@ def _check(response: Any) -> None:
     if response.request.method == "HEAD" and "/resolve/" in url:
         odd = [name for name in _NAMES if not _is_plain(response.headers.get(name, ""))]
         if odd:
-            raise strange_answer(where, f"the server sent a strange {odd[0]}")
+            raise strange_answer(where, f"the server sent an unexpected {odd[0]}")
     following = response.links.get("next", {}).get("url")
     if following and _origin(following) != _origin(url):
         raise strange_answer(where, "the server continued its list on another host")
@@ -416,7 +416,7 @@ class HubRepo:
         if stop is not None and len(found) != stop - start:
             raise StorageError(
                 f"could not read {self.url}/{path}: ckpt asked for {stop - start} bytes, and the Hub sent "
-                f"{len(found)}. A proxy on the way may not support ranges."
+                f"{len(found)}. A proxy on the way may not support range requests."
             )
         return found
 
@@ -573,7 +573,7 @@ def open_pull_request(repo: HubRepo, title: str) -> HubRepo:
     If the answer to a request was lost, the mark in its description tells whether it was opened: there is one, not two.
     """
     if len(title.strip()) < _SHORTEST_TITLE:
-        raise ConfigError(f"a pull request's title needs {_SHORTEST_TITLE} characters or more; yours is {title!r}.")
+        raise ConfigError(f"a pull request's title needs at least {_SHORTEST_TITLE} characters; yours is {title!r}.")
 
     def opened(mark: str) -> int:
         return int(repo.api.create_pull_request(repo.id, title=title, description=f"Opened by {mark}.").num)

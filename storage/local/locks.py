@@ -162,8 +162,8 @@ class LocalLocks:
             return held.is_in_place()
         except OSError as error:
             raise StorageError(
-                f"could not check {self._shown}/{held.key}, this run's lock on {self._shown}: "
-                f"{error.strerror or error}. Nothing was changed there. Try again."
+                f"could not check this run's lock {self._shown}/{held.key}: {error.strerror or error}. Nothing was "
+                "changed there. Try again."
             ) from error
 
     def _is_lock_file(self, key: str, *, shared: bool) -> bool:

@@ -37,11 +37,11 @@ class TestDtypesChosenByAFile:
         tensor = torch.empty(64, dtype=getattr(torch, name))
         assert tensor.nbytes > tensor.untyped_storage().nbytes()
         for view in (host_bytes, as_bytes):
-            with pytest.raises(UnsupportedError, match=rf"{name} tensor of shape \[64\] takes .* bytes of memory"):
+            with pytest.raises(UnsupportedError, match=rf"{name} tensor of shape \[64\] has .* bytes of memory"):
                 view(tensor)
 
     def test_nor_is_that_of_an_expanded_tensor(self) -> None:
-        with pytest.raises(UnsupportedError, match="takes 4 bytes of memory, but its elements need 4000"):
+        with pytest.raises(UnsupportedError, match="has 4 bytes of memory, but its elements need 4000"):
             host_bytes(torch.ones(1).expand(1000))
 
     @pytest.mark.parametrize("name", [*PACKED, "qint8", "quint8", "qint32", "load", "", "float99", 5, None, ["int8"]])
@@ -120,8 +120,8 @@ class TestBytesOfTensors:
             ({"t": SECOND}, 16, "begins at byte"),
             ({"t": ENTRY, "u": ENTRY}, 8, "begins at byte"),
             ({"t": ENTRY, "u": {**ENTRY, "data_offsets": [12, 20]}}, 20, "begins at byte"),
-            ({"t": {**ENTRY, "shape": [3]}}, 8, "8 bytes don't make a F32 of shape"),
-            ({"t": {**ENTRY, "data_offsets": [8, 0]}}, 8, "bytes don't make a F32"),
+            ({"t": {**ENTRY, "shape": [3]}}, 8, "8 bytes can't form a F32 of shape"),
+            ({"t": {**ENTRY, "data_offsets": [8, 0]}}, 8, "bytes can't form a F32"),
             ({"t": {**ENTRY, "dtype": "F4"}}, 8, "unknown dtype"),
             ({"t": {**ENTRY, "shape": [2, *[1] * 64]}}, 8, "a tensor can't have the shape"),
             ({"t": {**ENTRY, "shape": [0, 1 << 62, 1 << 62], "data_offsets": [0, 0]}}, 0, "can't have the shape"),

@@ -343,7 +343,7 @@ class Lying:
 @pytest.mark.parametrize(
     ("entries", "following", "said"),
     [
-        ([Entry("other/object", 1)], None, "keys below another prefix than ckpt asked for"),
+        ([Entry("other/object", 1)], None, "keys below a prefix that ckpt did not ask for"),
         ([Entry("run/object", -1)], None, "an object with a negative size"),
         ([Entry("run/object", 1)], "here", "its list continues, but not where"),
     ],
@@ -408,6 +408,8 @@ def test_a_copy_that_azure_gives_up_is_an_error() -> None:
     failed = Reply(202, headers={"x-ms-copy-status": "failed", "x-ms-copy-id": "1"})
     with (
         answering("az://container/run", HEAD=there, PUT=failed) as storage,
-        pytest.raises(ckpt.StorageError, match=r"could not copy \S+/other: the server reports 'failed' for the copy"),
+        pytest.raises(
+            ckpt.StorageError, match=r"could not copy \S+/other: the server reports the status 'failed' for the copy"
+        ),
     ):
         storage.link("object", "other")

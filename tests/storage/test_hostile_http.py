@@ -264,7 +264,7 @@ class TestAnswersThatAreNotWhatWasAskedFor:
 
     def test_nor_is_an_index(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fsspec_stores, "LARGEST_DOCUMENT", 1 << 20)
-        with server(has_no_end) as url, pytest.raises(StorageError, match="has no end, or more than 1 MB"):
+        with server(has_no_end) as url, pytest.raises(StorageError, match="is endless, or larger than 1 MB"):
             list(open_storage(f"{url}/run", **QUICK).list())
 
     @pytest.mark.parametrize("page", [b"<a" + b" " * 3000, b"<a " * 300_000, b"<a href='" * 100_000])
