@@ -52,7 +52,7 @@ class StateError(CkptError):
 
 
 class UnsupportedError(StateError):
-    """A checkpoint can't hold some values. `problems` lists these values by their paths."""
+    """The state has values that a checkpoint can't hold. `problems` lists these values by their paths."""
 
     def __init__(self, message: str, problems: tuple[str, ...] = ()) -> None:
         super().__init__(message)

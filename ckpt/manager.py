@@ -266,7 +266,7 @@ class StateManager:
         return self._session.loop.batches(loader, self._start, start)
 
     def step(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """Count a step of training. If a save is due, ckpt saves; if a signal told the process to stop, ckpt stops.
+        """Count a step of training. If a save is due, ckpt saves; if a signal asked the process to stop, ckpt stops.
 
         ckpt saves or stops at the boundary of the iteration: when the loop asks for its next batch, or when the epoch,
         the loop or the manager ends. It doesn't matter what else you do in the iteration, before or after this call. If

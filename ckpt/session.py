@@ -548,7 +548,7 @@ class Session:
                 self.pusher.wait()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Finish and release everything. After an exception, leave the snapshots in memory for a restart."""
+        """Finish all saves, and release everything. After an exception, leave the snapshots in memory for a restart."""
         if not self.saver.owner.is_here:
             return
         try:

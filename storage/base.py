@@ -277,7 +277,8 @@ def check_key(key: str) -> str:
     """Return `key` if it is valid: it cannot lead out of the root."""
     if not is_relative(key) or not _is_encodable(key):
         raise ConfigError(
-            f"{key!r} is not a key. A key is names joined by '/', without '.', '..', backslashes or empty names."
+            f"{key!r} is not a key. A key must consist of names joined by '/', without '.', '..', backslashes or empty "
+            "names."
         )
     return key
 

@@ -19,7 +19,9 @@ import click
 @click.option(
     "--kills", default=3, show_default=True, type=click.IntRange(min=1), help="The number of times to kill the script."
 )
-@click.option("--save-every", type=click.IntRange(min=1), help="Save every N steps, whatever the script sets.")
+@click.option(
+    "--save-every", type=click.IntRange(min=1), help="Save every N steps, regardless of what the script sets."
+)
 @click.option(
     "--seed", default=0, show_default=True, help="The seed that chooses the steps after which to kill the script."
 )

@@ -147,8 +147,8 @@ def _refuse_to_overtake(storage: Storage, ranks: Ranks) -> None:
     )
     if there:
         raise ConfigError(
-            f"{storage.url} has checkpoints ({there[0]} is the newest), but this run starts from scratch: its saves "
-            f"would count as newer. Call train(resume_from_checkpoint=True), or give CkptCallback another root."
+            f"{storage.url} has checkpoints ({there[0]} is the newest), but this run starts from scratch, and its "
+            "saves would count as newer. Call train(resume_from_checkpoint=True), or give CkptCallback another root."
         )
 
 

@@ -54,7 +54,7 @@ def require_process_group(*, reads_only: bool) -> None:
     raise RanksError(
         f"this job has {job.size} processes, started by {job.launcher} ({job.variable}={job.size}), but no process "
         f"group, so each process would write its own checkpoints. If all processes train one model together, {ways}. "
-        "If each process trains its own model, give each its own root and ranks=ckpt.RankOptions(alone=True)."
+        "If each process trains its own model, give each process its own root and ranks=ckpt.RankOptions(alone=True)."
     )
 
 

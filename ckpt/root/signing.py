@@ -362,7 +362,7 @@ class Trust:
 
     def _warn(self, where: str, why: str) -> None:
         _log.warning(
-            "%s %s, so anybody who can write there may have altered it. To refuse such checkpoints, use "
+            "%s %s, so anybody with write access may have altered it. To refuse such checkpoints, use "
             "Signing(required=True) or require_signed=True.", where, why,
         )  # fmt: skip
 

@@ -376,7 +376,7 @@ def convert(
 ) -> Converted:
     """Convert a checkpoint between formats.
 
-    `convert` executes no pickle, and streams tensors. The output appears when it is complete, and never replaces
+    `convert` executes no pickle, and streams tensors. The output appears only when it is complete, and never overwrites
     anything. For what each format can hold, see the table in docs/converting.md.
 
     Args:

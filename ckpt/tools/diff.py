@@ -127,8 +127,8 @@ class Difference:
     """Describes a tensor or a value that differs: what each checkpoint has, or `-` if a checkpoint lacks it.
 
     If both tensors have the same shape, `elements` is the number of elements that differ, `most` the largest
-    difference, and `relative` the RMS of the difference divided by the RMS of the first. If an element is NaN, so
-    are `most` and `relative`. If the first contains only zeros, `relative` is infinite.
+    difference, and `relative` the RMS of the difference divided by the RMS of the first tensor. If an element is NaN,
+    so are `most` and `relative`. If the first tensor contains only zeros, `relative` is infinite.
     """
 
     name: str

@@ -540,7 +540,9 @@ def _open(options: dict[str, Any], policy: RetryPolicy) -> S3FileSystem:
         "http_session_cls": session_class(),
     }
     if "@" in str(options.get("endpoint_url", "")):
-        raise ConfigError("the endpoint_url contains a user name or a password. Give credentials as key and secret.")
+        raise ConfigError(
+            "the endpoint_url contains a user name or a password. Give credentials as the options key and secret."
+        )
     _refuse_unknown_fields(options.get("s3_additional_kwargs"))
     options.setdefault("max_concurrency", AT_ONCE)
     names = ", ".join(sorted(options))

@@ -39,7 +39,7 @@ def require_client() -> None:
     if version.startswith("0."):
         raise ConfigError(
             f"the Hub needs huggingface_hub 1.0 or newer, but {version} is installed, because transformers 4 allows no "
-            "newer one. Install transformers 5; or use another storage, and push from another environment."
+            "newer version. Install transformers 5; or use another storage, and push from another environment."
         )
 
 
