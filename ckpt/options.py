@@ -244,7 +244,7 @@ class Mirror(Options):
     def check_storage(self, storage: Storage) -> None:
         """Refuse a storage that publishes by commits: single files cannot be copied there."""
         if isinstance(storage, Staging):
-            refuse("Mirror", [f"url={storage.url!r} shows objects by commits, and takes no copies: see push_to_hub"])
+            refuse("Mirror", [f"url={storage.url!r} saves by commits, so it can't be a mirror: see push_to_hub"])
 
 
 @dataclass(frozen=True, kw_only=True)

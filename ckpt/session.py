@@ -436,7 +436,7 @@ class Session:
     def _stop(self, saved: str | None) -> None:
         if self.ranks.rank == MAIN:
             done = "saved step" if saved is not None else "did not save step"
-            say(f"told to terminate: {done} {self.loop.progress.step} in {self.storage.url}, stopping")
+            say(f"asked to terminate: {done} {self.loop.progress.step} in {self.storage.url}, stopping")
         self.due.preemption.saved()
         raise Preempted(self.due.preemption.exit_status)
 

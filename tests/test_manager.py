@@ -277,7 +277,7 @@ def test_a_process_that_is_told_to_terminate_saves_and_stops(tmp_path: Path, cap
         train()
     assert raised.value.code == 143
     assert _names(tmp_path) == ["step-00000001"]
-    assert f"told to terminate: saved step 1 in {tmp_path}" in caplog.text
+    assert f"asked to terminate: saved step 1 in {tmp_path}" in caplog.text
     assert signal.getsignal(signal.SIGTERM) is before
 
 

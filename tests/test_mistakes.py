@@ -197,8 +197,11 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
     "options for a local folder": (make(storage_options={"key": "x"}), "accepts no storage_options, but you gave key"),
     "nothing to save": (lambda root: make()(root).save_state("a", wait=True), "there is nothing to save"),
     "a list of no models": (lambda root: make(model=[])(root).save_state("a"), "there is nothing to save"),
-    "a scheduler as the optimizer": (make(optimizer=scheduler()), "optimizer is a StepLR, which is none"),
-    "an optimizer as the scheduler": (make(scheduler=Script().optimizer), "scheduler is a AdamW, which is none"),
+    "a scheduler as the optimizer": (make(optimizer=scheduler()), "optimizer is a StepLR, which is no optimizer"),
+    "an optimizer as the scheduler": (
+        make(scheduler=Script().optimizer),
+        "scheduler is a AdamW, which is no scheduler",
+    ),
     "a scaler that is switched on": (make(scaler=True), "scaler is a bool"),
     "a model under a name with a slash": (make(model={"a/b": nn.Linear(2, 2)}), "cannot name a part"),
     "a dict in place of Keep": (make(keep={"last": 3}), "must be a ckpt.Keep"),
@@ -373,5 +376,5 @@ def test_a_disk_without_inodes_is_not_told_to_free_bytes(tmp_path: Path, monkeyp
     values[5:8] = [1000, 0, 0]  # inodes: in all, free, free for this user
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(values))
     error = translated(OSError(errno.ENOSPC, "No space left on device"), "write", "x", tmp_path, "run")
-    assert "No inodes are left there: it has room for bytes, but for no further file. Delete files" in str(error)
+    assert "No inodes are left there: it has room for bytes, but not for another file. Delete files" in str(error)
     assert "GB" not in str(error)

@@ -102,7 +102,7 @@ def show_checkpoints(root: str, *, every: bool = False, verify: bool = False, as
     rows = [_row(found, checkpoint, verify=verify) for checkpoint in found.checkpoints]
     _show_table([*rows, *([*_fields(save.summary), "removed"] for save in reversed(removed))])
     if history.left_out:
-        echo(f"{history.left_out:,} older ones are not known any more")
+        echo(f"{history.left_out:,} older ones are no longer known")
     echo("every byte checked" if verify else "sizes checked; --verify reads every byte")
 
 

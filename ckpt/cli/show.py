@@ -133,7 +133,7 @@ def _foreign_facts(summary: ForeignSummary) -> Iterator[tuple[str, str]]:
         yield "progress", ", ".join(f"{name} {count:,}" for name, count in summary.progress.items())
     files = "1 file" if len(summary.files) == 1 else f"{len(summary.files)} files"
     yield "size", f"{format_size(sum(summary.files.values()))} in {files}"
-    yield "intact", "not known: there is no manifest with hashes"
+    yield "intact", "unknown: there is no manifest with hashes"
     for what, why in summary.not_read.items():
         yield "not read", f"{what}: {one_line(why)}"
 

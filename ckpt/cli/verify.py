@@ -97,7 +97,7 @@ def _repair(storage: Storage, name: str, width: int, others: list[Storage], trus
         echo(f"{shown(name):<{width}}  ", Styled("not repaired", "red"), f"  {one_line(about)}")
         return False
     if done.lost:
-        about = f"whole in none of the places: {', '.join(done.lost[:5])}; nothing was written"
+        about = f"ckpt found no intact copy of {', '.join(done.lost[:5])}; nothing was written"
         echo(f"{shown(name):<{width}}  ", Styled("not repaired", "red"), f"  {one_line(about)}")
         return False
     for path, source in done.written.items():

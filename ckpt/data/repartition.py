@@ -196,7 +196,7 @@ class RemainingIndices:
         if first and not self._used:
             self.problem = (
                 f"{type(self.owner).__name__} does not iterate over its sampler at the start of an epoch, so it starts "
-                "the epoch anew: samples repeat. Change the number of ranks between epochs."
+                "the epoch over: samples repeat. Change the number of ranks between epochs."
             )
         return itertools.chain(first, batches)
 
@@ -339,8 +339,8 @@ class Repartition:
         if len(samplers.generators(self.loader)) == len(position.generators):
             return {}
         return {
-            "order": "drawn anew: Accelerate gives a sampler its own generator where there are several ranks, and only "
-            "there. With DataLoaderConfiguration(use_seedable_sampler=True) it is the same for any number"
+            "order": "drawn again: Accelerate gives a sampler its own generator if there are several ranks, and only "
+            "then. With DataLoaderConfiguration(use_seedable_sampler=True) it is the same for any number"
         }
 
     def _own_order(self, position: Position, ranks: int, sampler: object) -> str:

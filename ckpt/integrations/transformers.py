@@ -76,7 +76,7 @@ def managed_objects(trainer: Trainer) -> dict[str, Any]:
 
 
 _NOT_ATTACHED = (
-    "a callback is not told which Trainer has it. Leave CkptCallback out of callbacks=[...], and attach it: "
+    "a callback can't see which Trainer it belongs to. Leave CkptCallback out of callbacks=[...], and attach it: "
     "trainer = CkptCallback(root).attach(Trainer(...))."
 )
 _DECIDED_ELSEWHERE = {"root", "save_every", "accelerator", *KINDS}  # by the Trainer and its arguments

@@ -39,10 +39,10 @@ from ckpt.util.checked_json import is_count
 
 CUSTOM = "custom"  # objects of the user's own
 UNKNOWN_PROGRESS = (
-    "Accelerate does not save how many epochs, batches and steps were done: counting begins at 0. Set manager.progress "
-    "before the loop if they matter"
+    "Accelerate does not save how many epochs, batches and steps were done: counting begins at 0. If they matter, set "
+    "manager.progress before the loop"
 )
-NO_GENERATORS = "no random generators were saved: those here are left as they are"
+NO_GENERATORS = "no random generators were saved, so this run's generators are left as they are"
 _NUMBER = re.compile(r"(.*?)(\d+)\D*")
 
 
@@ -281,7 +281,7 @@ def foreign_positions(
         if why:
             skipped = "those that were done" if done is None else done
             notes.approximated[key] = (
-                f"its epoch begins anew, because {why}. For the middle of it call "
+                f"its epoch starts over, because {why}. To continue in the middle, call "
                 f"accelerator.skip_first_batches(loader, {skipped})"
             )
         elif done and not finished:  # at the end of an epoch such a loader begins the next one
@@ -344,7 +344,7 @@ def _order(loader: Any, state: Any, done: int) -> str | None:
             "loader.set_epoch(epoch) before the loop if it was another"
         )
     return (
-        f"{done} batches are skipped, of an order that {type(drawn[-1]).__name__} draws anew: what it was is not "
+        f"{done} batches are skipped, in an order that {type(drawn[-1]).__name__} draws again: the old order is not "
         "saved. With use_seedable_sampler=True it would be the same"
     )
 

@@ -42,7 +42,7 @@ from ckpt.util.threads import in_parallel
 
 _log = logging.getLogger("ckpt")
 Listed = TypeVar("Listed", Manifest, Summary)
-_UNKNOWN = "has a manifest that cannot be read, so that its files are not known"
+_UNKNOWN = "has a manifest that ckpt can't read, so its files are unknown"
 _TO_CLEAN_UP = 10.0  # seconds: what is left is swept before a later save
 _REMOVERS = 8  # threads that remove checkpoints from an object store
 _PROBE_FILE = re.compile(
@@ -195,16 +195,16 @@ def remove_or_explain(storage: Storage, checkpoint: Manifest | Summary) -> str:
 def _claim_removal(storage: Storage, id: str, current: Checkpoint, paths: list[str]) -> tuple[str, tuple[str, ...]]:
     """Write the marker of a removal. Returns why the checkpoint is kept, if it is, and files left by older attempts."""
     if isinstance(current.problem, VersionError) or (current.manifest and current.manifest.id != id):
-        return "was saved anew meanwhile", ()
+        return "was saved again meanwhile", ()
     marker, version = marker_and_version(storage, current.name)
     if marker is not None and marker.id != id:
-        return "is being saved anew, or such a save was cut off", ()
+        return "is being saved again, or such a save was cut off", ()
     left = marker.files if marker else ()
     try:
         with suppress(FullError):  # the removal makes room
             mark_removal(storage, current.name, [*paths, *left], id, over=version)
     except ConflictError:
-        return "is being saved anew", ()
+        return "is being saved again", ()
     return "", left
 
 

@@ -451,7 +451,7 @@ class MirrorWorker:
             error = opening.error
         else:
             self.patience.note_away(seconds)
-            error = TransientError(f"it has not answered for {seconds:g} s. Copies wait for it.")
+            error = TransientError(f"it has not answered for {seconds:g} s. Copies wait until it answers.")
         if error is not None and (isinstance(error, LockedError) or not isinstance(error, StorageError)):
             raise error
         if error is not None:

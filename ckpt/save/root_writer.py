@@ -311,7 +311,7 @@ def saved_line(manifest: Manifest, label: str, attempt: Attempt) -> str:
 
 def not_durable(manifest: Manifest, root: str, why: NotDurableError) -> NotDurableError:
     return NotDurableError(
-        f"{root}/{manifest.name} is committed and can be loaded, but it may not outlive a crash of this machine: {why} "
+        f"{root}/{manifest.name} is committed and can be loaded, but may not survive a crash of this machine: {why} "
         "Check the disk, then save again. Until a save succeeds, no older checkpoint is removed."
     )
 

@@ -214,7 +214,7 @@ def _is_run(run: Any, number: int) -> bool:
 
 # -- hooks ------------------------------------------------------------------------------------------------------------
 
-_OTHER_SUMS = "gradients are summed in other buckets in the first step, and may be rounded in another way"
+_OTHER_SUMS = "the first step sums gradients in other buckets, so rounding may differ"
 _NO_STATE = "the checkpoint has no state of such a hook"
 
 Setter = Callable[[Any], None]  # loads what was read
@@ -254,7 +254,7 @@ class HooksPart(UnshardedPart):
 
     def missed(self, why: str, notes: Notes, *, strict: bool) -> None:
         if any(_kept_state(wrapper) is not None for wrapper in self.wrappers.values()):
-            notes.approximated[HOOKS] = f"{why}: communication hooks begin anew, with their warm-up"
+            notes.approximated[HOOKS] = f"{why}: communication hooks start over, with their warm-up"
 
 
 def saved_hooks(models: Mapping[str, nn.Module], rank: int) -> dict[str, HooksPart]:
@@ -277,11 +277,11 @@ def lacking_state(models: Mapping[str, nn.Module]) -> dict[str, str]:
             lacking[f"{model}.buckets"] = f"saved after the first step, before DDP has laid them out: {_OTHER_SUMS}"
         for _, state in hooks_of(wrapper):
             if why is not None and _is_power_sgd(state):
-                lacking[f"{model}.powerSGD"] = f"{why}: PowerSGD's error feedback is not saved, and begins anew"
+                lacking[f"{model}.powerSGD"] = f"{why}: PowerSGD's error feedback is not saved, and starts over"
             elif not _is_kept(state) and not _has_none(state):
                 lacking[f"{model}.comm_hook"] = (
                     f"the communication hook's {type(state).__name__} has no state_dict and load_state_dict: what it "
-                    "holds is not saved, and begins anew. Give it both"
+                    "holds is not saved, and starts over. Give it both"
                 )
     return lacking
 
@@ -343,7 +343,7 @@ def _setters(name: str, wrapper: Wrapper, saved: Mapping[str, Any], notes: Notes
         else:
             why = _power_sgd_misfit(state, hook, saved.get("state"), len(buckets.layout))
     if why is not None:
-        notes.approximated[f"{HOOKS}.{name}"] = f"{why}: it begins anew"
+        notes.approximated[f"{HOOKS}.{name}"] = f"{why}: it starts over"
         return setters
     return [*setters, lambda entry: _set_state(state, entry["state"], wrapper)]
 
@@ -352,7 +352,7 @@ def _lay_out(name: str, wrapper: Wrapper, buckets: Buckets, notes: Notes) -> Non
     try:
         is_done = restore_buckets(wrapper, buckets)
     except TypeError as error:  # another signature, on every rank: the buckets are as they were
-        notes.approximated[f"{HOOKS}.{name}.buckets"] = f"this DDP takes no buckets ({reason(error)}): {_OTHER_SUMS}"
+        notes.approximated[f"{HOOKS}.{name}.buckets"] = f"this DDP accepts no buckets ({reason(error)}): {_OTHER_SUMS}"
         return
     if not is_done:  # not to be named and passed over: ranks that sum in different buckets would wait for each other
         raise RuntimeError("DistributedDataParallel in this PyTorch release does not accept the saved buckets.")

@@ -307,7 +307,7 @@ class PartitionsPart(UnshardedPart):
                 "strict=False, which restores the model's weights and the counters, while the optimizer starts over.",
                 (self.key,),
             )
-        notes.skipped[self.key] = f"{why}: the optimizer begins anew, from the model's weights"
+        notes.skipped[self.key] = f"{why}: the optimizer starts over, from the model's weights"
 
     def _load(self, values: Any) -> None:
         optimizer, state = self.engine.optimizer, values["state"]

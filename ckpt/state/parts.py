@@ -273,7 +273,7 @@ class GradientsPart(UnshardedPart):
         return lambda: self._load(values())
 
     def missed(self, why: str, notes: Notes, *, strict: bool) -> None:
-        notes.approximated["gradients"] = f"{why}: the accumulation window begins anew"
+        notes.approximated["gradients"] = f"{why}: the accumulation window starts over"
 
     def _load(self, values: Any) -> None:
         for key, model in self.models.items():

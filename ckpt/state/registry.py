@@ -507,7 +507,7 @@ def _refuse_unmanageable(objects: Mapping[str, Any]) -> None:
         elif (kind == "optimizer" and isinstance(value, LRScheduler)) or (
             kind == "scheduler" and isinstance(value, torch.optim.Optimizer)
         ):
-            wrong.append(f"{key} is a {type(value).__name__}, which is none")
+            wrong.append(f"{key} is a {type(value).__name__}, which is no {kind}")
         elif not has_state(value):
             wrong.append(f"{key} is a {type(value).__name__}, which has no state_dict and load_state_dict")
     if wrong:

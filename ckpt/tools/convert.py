@@ -126,7 +126,7 @@ def export_lightning(state: PortableState, path: Path, advance: Callable[[int], 
         skipped["rng"] = "Lightning keeps no random generators"
     if state.progress.batch:
         skipped["progress"] = (
-            f"epoch {state.progress.epoch} begins anew: {state.progress.batch} batches of it were done"
+            f"epoch {state.progress.epoch} starts over: {state.progress.batch} batches of it were done"
         )
     return taken, skipped
 
@@ -270,7 +270,7 @@ class _Export:
 
 
 _PART = "model"
-_ANEW = "Megatron-Core has a form of its own for it: it begins anew"
+_ANEW = "Megatron-Core stores this in a form of its own, so it starts over"
 _LAYER = re.compile(r"(?:.*\.)?(?:decoder|encoder)\.layers\.\d{1,6}\..+")
 
 

@@ -232,15 +232,15 @@ def files_left(beside: Iterable[str], kept: Mapping[str, Any]) -> dict[str, str]
 
 _FEW = 10
 _BESIDE = (".json", ".txt", ".model", ".jinja")
-_MODEL_ALONE = "the source holds a model and nothing else: its training begins anew"
+_MODEL_ALONE = "the source has only a model, so its training starts over"
 _NOT_TAKEN = {
     "lr_scheduler": "DeepSpeed's schedule is not converted: give the manager a scheduler, and set it to the step",
     "loss_scaler": "the factor of the loss is not converted: master weights are trained in fp32",
     "data_sampler": "the position in the data is not converted",
 }
 _OWN_STATE = "state of the user's own, or of DeepSpeed, which is not converted"
-_ENGINE = "DeepSpeed reads no files but its own: its optimizer starts afresh, from the model's weights"
-_OWN_GRADIENTS = "gradients of an accumulation window: it starts afresh"
+_ENGINE = "DeepSpeed reads no files but its own: its optimizer starts over, from the model's weights"
+_OWN_GRADIENTS = "gradients of an accumulation window, which starts over"
 _OWN_PART = "held by single ranks: it is not converted"
 
 
@@ -395,9 +395,9 @@ def _iteration(save: megatron.MegatronSave, skipped: dict[str, str]) -> tuple[in
 
 def _unknown_position(tool: str, steps: str) -> dict[str, str]:
     return {
-        "progress": f"{tool} does not save how many epochs and batches were done: {steps}, and the data begins anew. "
+        "progress": f"{tool} does not save how many epochs and batches were done: {steps}, and the data starts over. "
         "Set manager.progress before the loop if that matters",
-        "rng": f"{tool}'s random generators are not taken over: those here are left as they are",
+        "rng": f"{tool}'s random generators are not restored, so this run's generators are left as they are",
     }
 
 

@@ -106,7 +106,9 @@ def from_answer(status: int, code: str, what: str, where: str, advice: Advice) -
         return FullError(f"{said}. Free some space or raise the quota, then save again.")
     if status == 501:
         needed = "ckpt needs conditional writes, uploads in parts and ranged reads there"
-        return StorageError(f"{said}, as it does not know such a request. {needed}: check the URL and the endpoint.")
+        return StorageError(
+            f"{said}, because it does not know such a request. {needed}: check the URL and the endpoint."
+        )
     if code in TRANSIENT or status >= 500 or status in (408, 429):
         return TransientError(f"{said} ({status}).")
     if code in _DENIED or status in (401, 403):

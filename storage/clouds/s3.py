@@ -412,8 +412,8 @@ def translate_error(error: BaseException, what: str, where: str, bucket: str) ->
         )
     if _lacks_certificates(error):
         return ConfigError(
-            f"could not {what} {where}: the file of certificates to trust cannot be read. Check AWS_CA_BUNDLE, or "
-            "storage_options={'client_kwargs': {'verify': ...}}."
+            f"could not {what} {where}: ckpt can't read the file of trusted certificates. Check AWS_CA_BUNDLE, or "
+            f"storage_options={{'client_kwargs': {{'verify': ...}}}}."
         )
     if _is(error, exceptions.SSLError):
         return UnreachedError(

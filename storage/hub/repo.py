@@ -46,7 +46,7 @@ def require_client() -> None:
 _AGAIN = (408, 429, 500, 502, 503, 504)
 _LONGEST_WAIT = 600.0  # seconds that the Hub may ask for
 _LOGIN = "Log in with 'hf auth login', set HF_TOKEN, or give token=..."
-_KEPT = "What was uploaded is kept there, and is not sent again."
+_KEPT = "The Hub keeps what was uploaded, so the next push does not send it again."
 
 
 class MovedError(FinalError):
@@ -103,8 +103,8 @@ def _by_status(status: int, error: BaseException, what: str) -> Exception:
     about = f"{what}: the Hub answered {status}" + (f" ({said})" if said else "")
     if status == 401:
         return DeniedError(
-            f"{about}: there is no token, or it is not valid, or there is no such repository (without a token the Hub "
-            f"does not tell which). {_LOGIN}"
+            f"{about}: the token is missing or invalid, or there is no such repository (without a token, the Hub does "
+            f"not say which). {_LOGIN}"
         )
     if status == 403:
         return DeniedError(
@@ -120,8 +120,8 @@ def _by_status(status: int, error: BaseException, what: str) -> Exception:
     if status == 429:
         return _busy(
             error,
-            f"{about}: too many requests or commits for now, also after waiting. Try again later, or save less often. "
-            f"{_KEPT}",
+            f"{about}: there were too many requests or commits, even after waiting. Try again later, or save less "
+            f"often. {_KEPT}",
         )
     if status in _AGAIN:
         return _busy(error, f"{about}, also when asked again. Try again later. {_KEPT}")
@@ -497,7 +497,7 @@ class HubRepo:
         return made
 
     def _moved(self, parent: str) -> MovedError:
-        return MovedError(f"{self.url} has moved on from {parent[:8]}: somebody else has committed.")
+        return MovedError(f"{self.url} is no longer at {parent[:8]}: somebody else has committed.")
 
     def ask(self, verb: str, call: Callable[[], Result], where: str = "") -> Result:
         """The result of a call of the client, made again where that may help."""

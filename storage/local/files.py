@@ -152,7 +152,7 @@ def _advice_on_room(folder: Path) -> str:
         return "Free some space, then save again."
     if status.f_files and not status.f_favail:
         return (
-            "No inodes are left there: it has room for bytes, but for no further file. Delete files (or lower "
+            "No inodes are left there: it has room for bytes, but not for another file. Delete files (or lower "
             "Keep(last=...)), then save again."
         )
     free = status.f_bavail * status.f_frsize
@@ -285,7 +285,9 @@ class Tree:
         return _descend(base, Path(real).relative_to(base).parts, 0)
 
     def _outside(self, key: str) -> OutsideError:
-        return OutsideError(f"{self._shown}/{key} leads out of the root through a symbolic link. It is not touched.")
+        return OutsideError(
+            f"{self._shown}/{key} leads out of the root through a symbolic link. ckpt leaves it unchanged."
+        )
 
     def status(self, key: str) -> os.stat_result:
         """What is under a key: of a link, what it leads to."""

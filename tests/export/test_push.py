@@ -514,7 +514,7 @@ class TestFaults:
         [
             (
                 401,
-                r"401 .*no token, or it is not valid, or .*\. Log in with 'hf auth login', set HF_TOKEN, or give",
+                r"401 .*token is missing or invalid, or .*\. Log in with 'hf auth login', set HF_TOKEN, or give",
             ),
             (403, r"403 .*the token may not do that\. Give it write access to this repository at https://"),
             (404, r"404 .*Is the name right, and may the token see it\? Log in"),
@@ -660,7 +660,7 @@ class TestFaults:
     def test_what_does_not_pass_is_told(self, hub: HubServer, tmp_path: Path) -> None:
         hub.fail("/commit/", 500, times=9)
         with ckpt.StateManager(tmp_path / "run", model=small(0)) as manager:
-            with pytest.raises(ckpt.TransientError, match=r"500 .*also when asked again.*uploaded is kept there"):
+            with pytest.raises(ckpt.TransientError, match=r"500 .*also when asked again.*Hub keeps what was uploaded"):
                 manager.push_to_hub(REPO)
             assert hub.files(REPO) == {}
             hub.faults.clear()

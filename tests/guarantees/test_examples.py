@@ -172,7 +172,7 @@ def test_a_terminated_training_saves_its_last_step_and_goes_on_from_there(straig
     assert status == (1 if launcher else 128 + signal.SIGTERM), job.log.read_text()
     reached = len(lines(job))
     assert middle < reached < len(lines(straight))
-    assert f"told to terminate: saved step {reached}" in job.log.read_text()
+    assert f"asked to terminate: saved step {reached}" in job.log.read_text()
     assert f"resumed from {job.root}/step-{reached:08d}" in replace(job, launcher=()).run()
     assert len(lines(job)) == len(lines(straight))  # no step was made twice
     assert_same_training(straight, job)

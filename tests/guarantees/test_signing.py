@@ -592,7 +592,7 @@ class TestFilesAreComparedBySha256:
         (collision / "b" / WEIGHTS).unlink()
         done = CliRunner().invoke(main, ["verify", str(collision), "--repair", "--from", str(tmp_path / "mirror")])
         assert done.exit_code == 1
-        assert f"whole in none of the places: {WEIGHTS}; nothing was written" in done.output
+        assert f"ckpt found no intact copy of {WEIGHTS}; nothing was written" in done.output
         assert not (collision / "b" / WEIGHTS).exists()
 
     def test_what_was_copied_before_is_read_again_by_a_pull_with_a_key(

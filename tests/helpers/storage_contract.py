@@ -241,7 +241,7 @@ class StorageContract:
 
     def test_what_must_be_new_is_written_where_nothing_is(self, storage: Storage) -> None:
         storage.write("folder/object", (b"12", b"34"), over=None)
-        with pytest.raises(ConflictError, match=r"folder/object is not what it was: somebody else"):
+        with pytest.raises(ConflictError, match=r"folder/object has changed: somebody else"):
             storage.write("folder/object", [b"new"], over=None)
         assert storage.read("folder/object") == b"1234"
         assert sizes(storage) == {"folder/object": 4}

@@ -137,7 +137,7 @@ def test_an_order_that_was_drawn_from_a_generator_is_named_and_as_many_batches_a
         restored = manager.resume()
         assert restored is not None
         assert (
-            "2 batches are skipped, of an order that RandomSampler draws anew" in restored.approximated["dataloader.0"]
+            "2 batches are skipped, in an order that RandomSampler draws again" in restored.approximated["dataloader.0"]
         )
         assert accelerator.skip_first_batches(loader, 2) is loader
         assert len(list(loader)) == 4

@@ -380,7 +380,7 @@ class TestCallback:
         with pytest.raises(ConfigError, match="a hyperparameter search has many"):
             callback._train(trial=1)
         for call in (callback.on_init_end, callback.on_train_begin):
-            with pytest.raises(ConfigError, match="a callback is not told which Trainer has it"):
+            with pytest.raises(ConfigError, match="a callback can't see which Trainer it belongs to"):
                 call(None, None, None)
 
 

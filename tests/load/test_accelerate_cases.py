@@ -252,7 +252,7 @@ class TestPositions:
         seeded.iteration = 6
         for loader, state, remark in (
             (DataLoader(data, batch_size=2), {}, None),
-            (DataLoader(data, batch_size=2, shuffle=True), {}, "3 batches are skipped, of an order that RandomSampler"),
+            (DataLoader(data, batch_size=2, shuffle=True), {}, "3 batches are skipped, in an order that RandomSampler"),
             (seeded, {}, "3 batches are skipped in the order of epoch 6"),
             (StatefulLoader(), {}, None),
             (StatefulLoader(), {"fetcher_state": {}, "dataset_state": None}, "3 batches of a stream without a state"),

@@ -58,7 +58,7 @@ def test_gradients_of_another_number_of_ranks_are_named(root: Place, tmp_path: P
     assert run_ranks(2, train, job, dies=True) == [-9, -9]
     run_ranks(world_size, train, Job(**{**vars(job), "kill": None}))
     for record in records(path, world_size):
-        assert "window begins anew" in record["approximated"]["gradients"]
+        assert "window starts over" in record["approximated"]["gradients"]
 
 
 def test_more_ranks_each_get_a_stream_of_their_own(root: Place, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class TestRemoval:
     def test_keeps_a_checkpoint_that_was_saved_anew_since_it_was_listed(self, storage: Storage) -> None:
         old = save(storage, "a")
         new = save(storage, "a", NEWER, sequence=2)
-        assert remove_or_explain(storage, old) == "was saved anew meanwhile"
+        assert remove_or_explain(storage, old) == "was saved again meanwhile"
         assert is_whole(storage, new)
 
     def test_keeps_a_checkpoint_that_a_newer_version_of_ckpt_has_saved_anew(
@@ -82,19 +82,19 @@ class TestRemoval:
             patch.setattr(manifest_format, "VERSION", 2)
             save(storage, "a", NEWER, sequence=2)
         before = keys(storage)
-        assert remove_or_explain(storage, old) == "was saved anew meanwhile"
+        assert remove_or_explain(storage, old) == "was saved again meanwhile"
         assert keys(storage) == before
 
     def test_keeps_a_checkpoint_that_a_save_is_replacing(self, storage: Storage) -> None:
         manifest = save(storage, "a")
         begin_and_write(storage, attempt_at(storage, "a"), NEWER)
-        assert remove_or_explain(storage, manifest).startswith("is being saved anew")
+        assert remove_or_explain(storage, manifest).startswith("is being saved again")
         assert is_whole(storage, manifest)
 
     def test_yields_to_a_save_that_begins_just_before_its_marker_is_written(self, storage: Storage) -> None:
         manifest = save(storage, "a")
         racing = _SaveBegins(storage.url)
-        assert remove_or_explain(racing, manifest) == "is being saved anew"
+        assert remove_or_explain(racing, manifest) == "is being saved again"
         assert is_whole(storage, manifest)
         marker = read_marker(storage, "a")
         assert marker is not None

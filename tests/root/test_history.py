@@ -153,7 +153,7 @@ def test_it_has_a_limit_and_counts_what_is_beyond(tmp_path: Path, monkeypatch: p
     save(tmp_path, 7, 9, keep=ckpt.Keep(last=1))
     assert steps(tmp_path) == [6, 7, 8]
     assert History.of(open_storage(tmp_path)).left_out == 5
-    assert "5 older ones are not known any more" in listed(tmp_path)
+    assert "5 older ones are no longer known" in listed(tmp_path)
 
 
 def test_it_is_never_larger_than_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,7 +190,7 @@ class TestVerifyRepair:
         before = {entry.key: open_storage(root).read(entry.key) for entry in open_storage(root).list(NAME)}
         done = CliRunner().invoke(main, ["verify", root, "--repair", "--from", mirror])
         assert done.exit_code == 1
-        assert "whole in none of the places: model.safetensors; nothing was written" in done.output
+        assert "ckpt found no intact copy of model.safetensors; nothing was written" in done.output
         assert before == {entry.key: open_storage(root).read(entry.key) for entry in open_storage(root).list(NAME)}
 
     def test_a_home_that_cannot_be_read_is_an_error_and_not_a_loss(self, urls: tuple[str, str]) -> None:

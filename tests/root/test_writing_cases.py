@@ -720,7 +720,7 @@ class TestDeleting:
         for what in (made, summary):
             with root.lock("a", shared=True):
                 assert remove_or_explain(root, what) == "is being read"
-            assert remove_or_explain(root, replace(what, id="other")) == "was saved anew meanwhile"
+            assert remove_or_explain(root, replace(what, id="other")) == "was saved again meanwhile"
         assert is_whole(root, made)
         kept = {key: root.read(key) for key in keys(root)}
         for name in (FILE_NAME, COPY_NAME):
@@ -729,7 +729,7 @@ class TestDeleting:
         for key, data in kept.items():
             root.write(key, [data])
         mark_save(root, "a", ["new"], [], "of a save")
-        assert remove_or_explain(root, made).startswith("is being saved anew, or such a save was cut off")
+        assert remove_or_explain(root, made).startswith("is being saved again, or such a save was cut off")
         mark_save(root, "b", [], [], "x")
         root.delete([f"a/{MARKER}", f"b/{MARKER}"])
         root.write("a/left", [b"x"])

@@ -150,9 +150,7 @@ class TestAFolderThatCannotBeSynced:
             manager.save_state("first", wait=True)
             with monkeypatch.context() as patch:
                 fail_to_sync(root / "latest", 99, patch)
-                with pytest.raises(
-                    ckpt.NotDurableError, match=r"latest is committed and can be loaded, but it may not"
-                ):
+                with pytest.raises(ckpt.NotDurableError, match=r"latest is committed and can be loaded, but may not"):
                     manager.save_state("latest", wait=True)
             assert {found.name for found in ckpt.list_checkpoints(root)} == {"latest", "first"}  # the older is kept
             assert ckpt.verify(root) == {"latest": [], "first": []}

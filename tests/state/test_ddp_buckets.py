@@ -178,9 +178,9 @@ def _save_warm(rank: int, folder: str) -> None:
 OTHERS: dict[str, tuple[Callable[[], DistributedDataParallel], str]] = {
     "another rank": (
         _power(matrix_approximation_rank=2),
-        "saved with another matrix_approximation_rank: it begins anew",
+        "saved with another matrix_approximation_rank: it starts over",
     ),
-    "another hook": (POWER["fp16"], "saved with another communication hook: it begins anew"),
+    "another hook": (POWER["fp16"], "saved with another communication hook: it starts over"),
 }
 
 
@@ -328,7 +328,7 @@ def _without_private_side(rank: int, folder: str) -> None:
             manager.save_state("a", wait=True)
         restored = manager.load_state("a")
     assert "this DDP has no _has_rebuilt_buckets" in restored.approximated["model.buckets"]
-    assert "PowerSGD's error feedback is not saved, and begins anew" in restored.approximated["model.powerSGD"]
+    assert "PowerSGD's error feedback is not saved, and starts over" in restored.approximated["model.powerSGD"]
     assert len([text for text in said if "model.powerSGD" in text and "checkpoints lack" in text]) == (rank == 0)
 
 

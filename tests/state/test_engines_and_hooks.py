@@ -336,7 +336,7 @@ def test_the_state_of_a_hook_comes_back_or_is_named(group: None) -> None:
         assert "no state of such a hook" in notes.approximated[f"{HOOKS}.model/0"]
     notes = Notes()
     part.missed("another number of ranks", notes, strict=True)
-    assert "another number of ranks: communication hooks begin anew" in notes.approximated[HOOKS]
+    assert "another number of ranks: communication hooks start over" in notes.approximated[HOOKS]
     plain, notes = HooksPart("hooks", {"model/0": _wrapped()}), Notes()
     plain.missed("why", notes, strict=True)
     assert notes.approximated == {}

@@ -156,7 +156,7 @@ def test_gradients_come_back_by_name_and_others_are_cleared() -> None:
     part._load({})
     assert module.weight.grad is None
     part.missed("why", notes, strict=True)
-    assert notes.approximated == {"gradients": "why: the accumulation window begins anew"}
+    assert notes.approximated == {"gradients": "why: the accumulation window starts over"}
     assert part.check({}) == {}
 
 

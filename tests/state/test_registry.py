@@ -360,8 +360,8 @@ def test_objects_that_cannot_be_managed_are_named_all_at_once() -> None:
     for words in (
         "model.a is a Counter, not a torch.nn.Module",
         "optimizer.b is a Linear, a torch.nn.Module: give it as model=",
-        "optimizer.c is a ExponentialLR, which is none",
-        "scheduler.e is a SGD, which is none",
+        "optimizer.c is a ExponentialLR, which is no optimizer",
+        "scheduler.e is a SGD, which is no scheduler",
         "optimizer.d is a object, which has no state_dict",
     ):
         assert words in str(raised.value)

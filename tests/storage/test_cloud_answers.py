@@ -134,7 +134,7 @@ class TestObjects:
             raise AbsentError("gone")
 
         store._store = absent  # type: ignore[method-assign]
-        with pytest.raises(ConflictError, match="az://container/run/a is not what it was"):
+        with pytest.raises(ConflictError, match="az://container/run/a has changed"):
             cloud.put("a", [b"ours"], over="v1")
 
     def test_ranges_are_read_as_they_were_asked_for(

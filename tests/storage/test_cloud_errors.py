@@ -324,7 +324,7 @@ def test_a_request_that_the_server_does_not_know_is_not_sent_again() -> None:
 
     error = from_answer(501, "", "write", "gs://bucket#1/run", Advice("bucket 'bucket#1'", "", ""))
     assert not isinstance(error, ckpt.TransientError)
-    assert "the server says 501, as it does not know such a request. ckpt needs" in str(error)
+    assert "the server says 501, because it does not know such a request. ckpt needs" in str(error)
 
 
 class Lying:

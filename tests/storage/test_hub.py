@@ -220,7 +220,7 @@ def test_a_private_repository_without_a_token_is_not_taken_for_an_empty_one(hub:
     with manager_for(ROOT, model_of(1.0)) as manager:
         manager.save_state("x", wait=True)
     hub.token = "hf_private"
-    with pytest.raises(ckpt.StorageError, match=r"401 .*no token, or it is not valid"):
+    with pytest.raises(ckpt.StorageError, match=r"401 .*token is missing or invalid"):
         manager_for(ROOT, model_of(0.0)).resume()
 
 

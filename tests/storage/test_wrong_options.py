@@ -70,5 +70,7 @@ def test_certificates_that_are_missing_or_none_are_named_at_once(
     given = {"endpoint_url": "https://127.0.0.1:9", "key": "k", "secret": "s", "deadline": 1}
     for name in ("missing.pem", "empty.pem"):
         monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / name))
-        with pytest.raises(ckpt.ConfigError, match=r"certificates to trust cannot be read\. Check AWS_CA_BUNDLE"):
+        with pytest.raises(
+            ckpt.ConfigError, match=r"can't read the file of trusted certificates\. Check AWS_CA_BUNDLE"
+        ):
             open_storage("s3://bucket/run", **given).read("object")

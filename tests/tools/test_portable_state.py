@@ -272,7 +272,7 @@ class TestConvert:
         assert parts == ("model", "optimizer", "scheduler")
         assert skipped["epoch"] == converting._LIGHTNING
         assert skipped["rng"] == "Lightning keeps no random generators"
-        assert skipped["progress"] == "epoch 2 begins anew: 3 batches of it were done"
+        assert skipped["progress"] == "epoch 2 starts over: 3 batches of it were done"
         document = torch.load(tmp_path / "x.ckpt", weights_only=True)
         assert (document["epoch"], document["global_step"]) == (2, 7)
         assert len(document["optimizer_states"]) == len(document["lr_schedulers"]) == 1

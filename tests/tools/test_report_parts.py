@@ -162,7 +162,7 @@ PAGE = """\
 
 - s3: a crash at step 9 cost 1 step instead of 9, thanks to snapshots in memory
 - loss is not finite at step 2
-- 7 older saves are not known any more
+- 7 older saves are no longer known
 
 ## Checkpoints
 
@@ -227,7 +227,7 @@ class TestPage:
             as_html=False,
         )
         assert "- continued: from s0 (step 0), saved s1\n" in told
-        assert "- began anew: saved s2\n" in told
+        assert "- began again: saved s2\n" in told
         assert "- restart 2: from s1 (step 1) (as its parent says), saved s3\n" in told
         assert "| runs | r, other |" in told
         assert "| restarts | 2 |" in told

@@ -153,7 +153,7 @@ def _attempt_lines(attempt: Attempt, number: int) -> tuple[str, list[str]]:
     saves, load = attempt.saves, attempt.load
     saved = " to ".join(dict.fromkeys(saves[end].name for end in (0, -1)))
     if load is None:
-        return f"{'began anew' if number else 'began'}: saved {saved}", []
+        return f"{'began again' if number else 'began'}: saved {saved}", []
     where = "" if load.found_in == "root" else f", found in the {load.found_in}"
     how = "" if load.is_recorded else " (as its parent says)"
     title = f"restart {number}" if number else "continued"
@@ -181,7 +181,7 @@ def _remarks(facts: RunFacts) -> Iterator[str]:
     for before, save in went_back(facts.saves):
         yield f"{save.name} came after {before.name}: the steps between were trained twice"
     if facts.forgotten:
-        yield f"{facts.forgotten:,} older saves are not known any more"
+        yield f"{facts.forgotten:,} older saves are no longer known"
 
 
 def _checkpoints(facts: RunFacts, best: Mapping[str, Best | None]) -> Table:
