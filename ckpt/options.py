@@ -297,7 +297,7 @@ class Signing(Options):
 
     def contradictions(self, wrong: Collection[str]) -> list[str]:
         both = self.head is not None and isinstance(self.required, str)
-        return ["head= remembers which run is required: leave the run in required= out"] if both else []
+        return ["head= remembers which run is required: leave the run out of required="] if both else []
 
 
 _STEPS = "a number of steps, 1 or more"

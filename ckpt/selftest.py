@@ -69,7 +69,7 @@ _HINTS = {
     "parameters": "The optimizer's state is not the same: pass the optimizer (optimizer=...), and call manager.step() "
     "after everything that changes weights.",
     "extra steps": "The loop counts epochs or steps from 0 again: use manager.epochs(n), or start at manager.progress.",
-    "missing steps": "The loop skips what the manager skips already, or leaves batches out.",
+    "missing steps": "The loop skips what the manager already skips, or leaves batches out.",
     "final checkpoint": "Code after manager.step() changes these, or a load does not restore them.",
 }
 
@@ -327,7 +327,7 @@ def _compare(straight: Mapping[str, Any], killed: Mapping[str, Any]) -> tuple[st
             names = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
             return what, few(names, _NAMED)
         if what == "batches":
-            return what, "the loop was handed out other data than in the straight run"
+            return what, "the loop got other data than in the straight run"
         return what, f"{found}, {expected} straight"
     return None
 

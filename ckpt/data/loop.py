@@ -49,21 +49,21 @@ IN_STEP = (
     "fetch the next batch after it: a resume loses whatever comes later."
 )
 EPOCH_STEPS = (
-    "the epoch begins again: {0} steps of it were made without a loader. Write `for i in manager.batches(range(n))`, "
-    "and a resume continues in its middle."
+    "the epoch begins again: {0} of its steps were made without a loader. Write `for i in manager.batches(range(n))`, "
+    "so that a resume continues in the middle."
 )
-ONE_STEP = "taken for finished: one step of it was made, without a loader"
+ONE_STEP = "counted as finished: it had one step, without a loader"
 READ_AHEAD = (
-    "something reads batches ahead of the loop, and those are lost at every resume. Let it read inside: "
+    "something reads batches ahead of the loop, and every resume loses these batches. Put the prefetcher inside: "
     "manager.batches(Prefetcher(loader)), not Prefetcher(manager.batches(loader))."
 )
 CYCLED = (
     "training continued without asking the loader for more batches. itertools.cycle does that: it repeats the batches "
-    "of the first pass from memory, which a resume cannot. Write `while True:` around `for batch in loader:`."
+    "of the first pass from memory, which a resume can't do. Write `while True:` around `for batch in loader:`."
 )
 IN_TURN = (
-    "two loaders feed this loop in turn, or one inside the other. ckpt knows where each is, but not which comes next, "
-    "so a resume may lose batches. Follow the outer one alone, or read both in every iteration: "
+    "two loaders feed this loop in turn, or one inside the other. ckpt knows the position of each, but not which "
+    "comes next, so a resume may lose batches. Pass only the outer loader, or read both in every iteration: "
     "zip(manager.batches(a), manager.batches(b))."
 )
 ONE_BATCH = (
@@ -71,26 +71,29 @@ ONE_BATCH = (
     "continues with the next batch."
 )
 SKIPPED = (
-    "{0} batches were handed out after the resume before the first step. The loader had continued at batch {0}: "
-    "if your script skips batches by hand, they are lost. Remove the skipping."
+    "after the resume, {0} batches were read before the first step. The loader had already continued at batch {0}: if "
+    "your script skips batches by hand, they are lost. Remove the skipping."
 )
 NO_TRAINING = (
     "a loop read the rest of the epoch after batch {0}, and trained on none of it. The next loop over it begins at "
     "batch {0} again. Evaluate under torch.no_grad(), and don't skip batches by hand."
 )
 REPEATED = (
-    "batch {0} of this epoch is trained on again. accelerator.load_state() begins the epoch at its start, as "
-    "Accelerate does: call accelerator.skip_first_batches(loader, {1}), or manager.resume(), which continues there."
+    "training repeats batch {0} of this epoch. accelerator.load_state() starts the epoch over, as Accelerate does: "
+    "call accelerator.skip_first_batches(loader, {1}), or manager.resume(), which continues there."
 )
-USED_UP = "all batches of epoch %d were used before the checkpoint, so this pass hands out none."
-UNCLAIMED = "the checkpoint was saved in the middle of {0}, and training went on without it: that position is not used."
+USED_UP = "all batches of epoch %d were used before the checkpoint, so this pass yields none."
+UNCLAIMED = (
+    "the checkpoint was saved in the middle of {0}, but training continued without it, so ckpt does not use that "
+    "position."
+)
 ANOTHER_ORDER = (
-    "the script finds its place in the data itself, and {0} draws another order than before the resume. Use "
-    "accelerator.skip_first_batches(loader, n), the method, which ckpt answers."
+    "the script finds its place in the data itself, and {0} draws another order than before the resume. Use the "
+    "method accelerator.skip_first_batches(loader, n), which ckpt answers."
 )
 COUNTS_AGAIN = (
-    "the run is in epoch {0}, and your script has not asked for it: a loop that counts its epochs from 0 trains more. "
-    "Write `for epoch in manager.epochs(n)`, or `range(manager.progress.epoch, n)`."
+    "the run is in epoch {0}, but your script has not asked ckpt for the epoch: a loop that counts epochs from 0 "
+    "trains for too long. Write `for epoch in manager.epochs(n)`, or `range(manager.progress.epoch, n)`."
 )
 
 

@@ -550,8 +550,8 @@ def mismatch(now: Contents, position: Position, *, found: int, drawn: bool) -> s
     saved = position.contents
     if found < position.batches:
         return (
-            f"ended after {found} of the {position.batches} batches it had yielded before the save: it is other "
-            "data, and samples of this epoch repeat or are missed."
+            f"ended after {found} of the {position.batches} batches it had yielded before the save: its data has "
+            "changed, so samples of this epoch repeat or are missed."
         )
     if not saved:
         return (

@@ -353,7 +353,7 @@ class StateLoader:
             progress.batch = next((saved["batches"] for saved in found.values()), progress.batch)
         saved_by, values = reader.manifest.world_size, reader.state.get("values", {})
         if values and saved_by != self.ranks.world_size:
-            notes.approximated["values"] = f"each of {saved_by} ranks had its own: new ranks have the main rank's"
+            notes.approximated["values"] = f"each of {saved_by} ranks had its own: new ranks get the main rank's"
         for name in self.live.registry.values.restore(values):
             notes.skipped[name] = "the checkpoint has no value by that name: it stays as it is"
         unclaimed = UnclaimedPositions(positions, rewind, notes.approximated)

@@ -272,7 +272,7 @@ def _newest(texts: list[str | None]) -> str:
 _log = logging.getLogger("ckpt")
 
 MEMORY = -1  # the tier of snapshots in memory: before the root (0) and the mirror (1)
-STRAY = "it continues from a checkpoint that is not in the root any more."  # why a snapshot in memory is left
+STRAY = "it continues from a checkpoint that is no longer in the root."  # why a snapshot in memory is left
 
 
 class Listed(TypedDict):

@@ -94,7 +94,7 @@ class UnmanagedWatch:
             if parameters and own and not own & parameters and not self._has_flat_parameters():
                 self._tell(
                     key,
-                    f"{key}: none of its parameters is one of the model's, so it does not train what is saved. Build "
+                    f"{key}: none of its parameters belongs to the model, so it does not train what ckpt saves. Build "
                     "the optimizer from the parameters of the model that is managed, after it was wrapped or moved.",
                 )
             elif _is_scheduled(optimizer) and not self._has_scheduler_of(optimizer):

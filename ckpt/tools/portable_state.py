@@ -431,7 +431,7 @@ def _outermost(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 def _from_saved_dict(saved: SavedDict, name: str, tool: str) -> PortableState:
     """What one dict holds: of `torch.save`, of Lightning, of torch.distributed.checkpoint."""
     counters = ", ".join(key for key in saved.counters if key != "batch")  # in the epoch, the data begins anew
-    told = f"what it counts is taken over ({counters})" if counters else "counting begins at 0"
+    told = f"its counters are taken over ({counters})" if counters else "counting begins at 0"
     approximated = _unknown_position(tool, told)
     rng = None if saved.rng is None else _generators(saved.rng, name)
     if rng is not None:

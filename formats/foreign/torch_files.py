@@ -25,11 +25,11 @@ _WRITTEN_AS = "2.0.0"  # the version whose form is written; Lightning migrates w
 _TAKEN = ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step", _VERSION)
 _PRECISION = ("MixedPrecision", "MixedPrecisionPlugin", "native_amp_scaling_state")
 _WHY = {
-    "loops": "of the progress of Lightning's loops, the epoch and the steps are taken over",
+    "loops": "only the epoch and the steps are taken over from Lightning's loops",
     "callbacks": "state of Lightning's callbacks, which only they read",
-    "hyper_parameters": "what your module was built with: give it again",
-    "hparams_name": "what your module was built with: give it again",
-    "datamodule_hyper_parameters": "what your data module was built with: give it again",
+    "hyper_parameters": "the arguments of your module: pass them again",
+    "hparams_name": "the arguments of your module: pass them again",
+    "datamodule_hyper_parameters": "the arguments of your data module: pass them again",
 }
 _OWN = "added by a module or a plugin of its own"
 

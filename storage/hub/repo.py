@@ -89,8 +89,8 @@ def translate_error(error: BaseException, what: str) -> Exception:
     if _is_unreachable(error):
         kind = FinalError if isinstance(error, OfflineModeIsEnabled) else UnreachedError
         return kind(
-            f"{what}: the Hub cannot be reached ({type(error).__name__}: {error}). Look at the network, at HF_ENDPOINT "
-            f"and HF_HUB_OFFLINE, then try again. {_KEPT}"
+            f"{what}: the Hub cannot be reached ({type(error).__name__}: {error}). Check the network, HF_ENDPOINT and "
+            f"HF_HUB_OFFLINE, then try again. {_KEPT}"
         )
     if isinstance(error, ValueError):  # what the client itself refuses: a name, the front matter of a card
         advice = " Correct its front matter, or push with card=False." if "README.md" in str(error) else ""

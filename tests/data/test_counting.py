@@ -80,13 +80,13 @@ class TestEpochsWithoutALoader:
     def test_a_first_epoch_that_may_not_be_over_is_named(self, anywhere: str) -> None:
         self._run(anywhere, 1)
         _, run = self._run(anywhere, None)
-        assert "taken for finished" in run.approximated["epoch"]
+        assert "counted as finished" in run.approximated["epoch"]
 
     def test_an_epoch_of_several_steps_begins_anew_and_is_named(self, anywhere: str) -> None:
         self._run(anywhere, 5, steps=3)  # the second of epoch 1
         rest, run = self._run(anywhere, None, steps=3)
         assert rest[0] == (1, 0)
-        assert "begins again: 2 steps of it were made" in run.approximated["epoch"]
+        assert "begins again: 2 of its steps were made" in run.approximated["epoch"]
 
     def test_one_that_had_made_as_many_steps_as_the_one_before_is_over(self, anywhere: str) -> None:
         self._run(anywhere, 6, steps=3)

@@ -518,7 +518,7 @@ def test_an_epoch_of_several_steps_without_a_loader_is_told_where_to_step(caplog
     for _ in script.loop.epochs(1):
         script.step()
         assert caplog.text == ""
-        assert script.loop.seen()["remarks"]["epoch"].startswith("taken for finished")
+        assert script.loop.seen()["remarks"]["epoch"].startswith("counted as finished")
         script.step()
         assert "manager.step() saves at once" in caplog.text
         assert script.loop.seen()["remarks"]["epoch"].startswith("the epoch begins again: 2 steps")
@@ -645,7 +645,7 @@ def test_batches_skipped_by_hand_after_a_resume_are_named_as_lost() -> None:
     next(passing)
     next(passing)
     script.step()
-    assert "1 batches were handed out after the resume before the first step" in script.approximated["data"]
+    assert "after the resume, 1 batches were read before the first step" in script.approximated["data"]
     for quiet, by_script in ((True, False), (False, True)):
         script = Script().resume(saved)
         passing = script.batches()
@@ -665,11 +665,11 @@ def test_a_loop_that_reads_ahead_after_a_resume_as_before_it_is_named() -> None:
         ({"per_step": 1, "ahead": 2}, {"batches": 2, "before": 1}, 3, "reads batches ahead"),
         ({"per_step": 1, "ahead": 1}, {"batches": 2, "before": 1}, 3, ""),
         ({"per_step": 1, "ahead": 1}, {"batches": 3}, 2, "reads batches ahead"),
-        ({"per_step": 1}, {"batches": 2}, 3, "2 batches were handed out"),
-        ({"per_step": 1}, {"batches": 1, "before": 1}, 3, "2 batches were handed out"),
-        ({"per_step": 1}, {"before": 2}, 3, "2 batches were handed out"),
+        ({"per_step": 1}, {"batches": 2}, 3, "2 batches were read before"),
+        ({"per_step": 1}, {"batches": 1, "before": 1}, 3, "2 batches were read before"),
+        ({"per_step": 1}, {"before": 2}, 3, "2 batches were read before"),
         ({"per_step": 2}, {"batches": 2}, 3, ""),
-        ({"per_step": 2}, {"batches": 1}, 3, "1 batches were handed out"),
+        ({"per_step": 2}, {"batches": 1}, 3, "1 batches were read before"),
         ({"per_step": 1, "ahead": 0}, {"batches": 0}, 1, ""),
         ({"per_step": 1}, {}, 2, ""),
         ({"per_step": 2, "ahead": 1}, {}, 2, ""),
@@ -760,7 +760,7 @@ def test_a_script_that_finds_its_place_gets_the_epoch_from_its_start() -> None:
     careless.loop.leave_place_to_script()
     next(iter(careless.loader))
     careless.step()
-    assert "batch 0 of this epoch is trained on again" in careless.approximated["data"]
+    assert "training repeats batch 0 of this epoch" in careless.approximated["data"]
     assert "skip_first_batches(loader, 2)" in careless.approximated["data"]
 
 

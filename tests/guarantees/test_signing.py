@@ -474,7 +474,7 @@ class TestTheHeadThatAManagerRemembers:
         for signing in (ckpt.Signing(head=tmp_path / "new"), ckpt.Signing(key=key, head=tmp_path / "head")):
             with pytest.raises(ckpt.ConfigError, match=r"no key to verify|must be RUN or RUN:NUMBER, .* 'nonsense'"):
                 ckpt.StateManager(tmp_path / "run", model=nn.Linear(4, 4), signing=signing)
-        with pytest.raises(ckpt.ConfigError, match="leave the run in required= out"):
+        with pytest.raises(ckpt.ConfigError, match="leave the run out of required="):
             ckpt.Signing(key=key, head=tmp_path / "new", required="0" * 32)
 
     def test_snapshots_in_memory_are_not_remembered_as_they_may_be_lost(

@@ -340,7 +340,7 @@ class TestAsIfItHadNeverBeen:
         assert restored is not None
         assert restored.step == 10
         assert restored.passed_over == {
-            f"step-000000{step} in memory": "it continues from a checkpoint that is not in the root any more."
+            f"step-000000{step} in memory": "it continues from a checkpoint that is no longer in the root."
             for step in ("21", "24")
         }
 

@@ -255,7 +255,7 @@ class TestSomethingIsNotManaged:
                 _update(model, optimizer)
                 manager.step()
         assert len(caplog.records) == 1
-        assert "optimizer: none of its parameters is one of the model's" in caplog.text
+        assert "optimizer: none of its parameters belongs to the model" in caplog.text
 
     def test_averages_registered_optimizers_and_inference_hear_nothing(
         self, anywhere: str, caplog: pytest.LogCaptureFixture
