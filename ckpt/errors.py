@@ -105,7 +105,7 @@ class TruncatedError(StorageError):
 
 
 class DeniedError(StorageError):
-    """The storage refused a request: credentials are missing or wrong, or lack a permission."""
+    """The storage refused a request: credentials are missing, are wrong, or lack a permission."""
 
 
 class FullError(StorageError):

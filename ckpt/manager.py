@@ -305,8 +305,8 @@ class StateManager:
 
         `save_state` saves at once, even in the middle of an iteration: a resume continues with the next batch, and does
         not repeat what follows this call in the iteration. Make `save_state` the last call in the iteration, or use
-        `save_every`, which waits for the boundary. After the inner loop, make `save_state` the last call in the epoch:
-        the next run begins with the next epoch.
+        `save_every`, which waits for the end of the iteration. After the inner loop, make `save_state` the last call in
+        the epoch: the next run begins with the next epoch.
 
         Args:
             name: The checkpoint's name; by default `step-00001000` and so on.
@@ -381,7 +381,7 @@ class StateManager:
     def rewind_rng(self) -> None:
         """Restore the random generators of the last load once more.
 
-        Use this in loops that skip to their place in the data themselves, and draw random numbers on the way.
+        Use this in loops that skip to their place in the data themselves, and draw random numbers while they skip.
         """
         self._session.loop.rewind_rng()
 
@@ -408,7 +408,7 @@ class StateManager:
 
         `close` removes snapshots in memory. If an exception ends the run, `close` leaves the snapshots for a restart,
         even if you call it in `finally` or `except`. If you write `with ckpt.StateManager(...)`, you don't need to call
-        `close`. In a forked child `close` does nothing, because everything belongs to the parent.
+        `close`. In a forked child, `close` does nothing, because everything belongs to the parent.
         """
         error = sys.exc_info()[1]
         self._session.end_loop(error)

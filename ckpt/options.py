@@ -66,7 +66,7 @@ Place = Annotated[str | os.PathLike[str] | Storage, Must(_is_place, "a path, a U
 
 @dataclass(frozen=True, kw_only=True)
 class Every(Options):
-    """Set when ckpt saves. `save_every=500` and `save_every="10min"` are short for the first two options.
+    """Set when ckpt saves. `save_every=500` and `save_every="10min"` are short forms of the first two options.
 
         StateManager("runs/x", save_every=ckpt.Every(steps=500, epoch_end=True, exception=True), ...)
 
@@ -210,9 +210,9 @@ class Mirror(Options):
 
         StateManager("runs/x", mirror=ckpt.Mirror("s3://bucket/x", keep=ckpt.Keep(last=10), bandwidth="50MB"), ...)
 
-    If the root has no intact checkpoint at the start, ckpt waits for the mirror, which may have one, until the storage
-    gives up. After SIGTERM, `close` waits at most 5 s for copies, and never longer than `grace`. The next run copies
-    the checkpoints that are still missing.
+    If the root has no intact checkpoint at the start, the mirror may have one: ckpt waits for the mirror for as long as
+    its storage keeps trying. After SIGTERM, `close` waits at most 5 s for copies, and never longer than `grace`. The
+    next run copies the checkpoints that are still missing.
 
     Args:
         url: A path, a URL or a storage.

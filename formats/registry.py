@@ -197,8 +197,8 @@ def identify(files: Collection[str], where: str, format: str | None = None, *, m
         listed = " and ".join(f"{name} ({sign})" for name, sign in found.items())
         ways = " or ".join(f"format={name!r}" for name in found)
         raise ConfigError(
-            f"{where} holds saves in {len(found)} formats: {listed}. Choose one: {ways} (--format on the command "
-            "line), or move the others away."
+            f"{where} holds saves in {len(found)} formats: {listed}. Choose a format: {ways} (--format on the command "
+            "line), or move the other saves away."
         )
     return named(*found) if found else None
 

@@ -348,7 +348,7 @@ class ReadOnlyStorage:
         for view in (memoryview(buffer).cast("B") for buffer in buffers if buffer.nbytes):
             stop = start + len(view)
             if stop > self._size(key):
-                raise TruncatedError(f"{self._where(key)} ends {stop - self._size(key)} bytes too early.")
+                raise TruncatedError(f"{self._where(key)} is {stop - self._size(key)} bytes too short.")
             view[:] = self._range(key, start, stop)
             start = stop
 

@@ -67,7 +67,7 @@ class MemoryStorage:
         size = sum(map(len, buffers))
         pieces = memoryview(self._object(key))[start : start + size]
         if len(pieces) < size:
-            raise TruncatedError(f"{self.url}/{key} ends {size - len(pieces)} bytes too early.")
+            raise TruncatedError(f"{self.url}/{key} is {size - len(pieces)} bytes too short.")
         for buffer in buffers:
             buffer[:], pieces = pieces[: len(buffer)], pieces[len(buffer) :]
 

@@ -57,7 +57,7 @@ class ObjectStorage:
         views = [memoryview(buffer).cast("B") for buffer in buffers if buffer.nbytes]
         missing = self._objects.fill(check_key(key), start, views)
         if missing:
-            raise TruncatedError(f"{self.url}/{key} ends {missing} bytes too early.")
+            raise TruncatedError(f"{self.url}/{key} is {missing} bytes too short.")
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         top = prefix and f"{check_key(prefix)}/"

@@ -226,7 +226,7 @@ class TestHome:
         assert not list(Path().iterdir())
 
     def test_of_nobody_it_is_refused(self) -> None:
-        with pytest.raises(ckpt.ConfigError, match="no user 'nobody-here' has a home folder"):
+        with pytest.raises(ckpt.ConfigError, match="no user 'nobody-here' with a home folder"):
             ckpt.StateManager("~nobody-here/run", model=nn.Linear(1, 1))
 
 

@@ -117,7 +117,7 @@ class Demo:
         if done.returncode != status:
             say(done.stderr)
             raise CkptError(
-                f"the demo's training ended with status {done.returncode} instead of {status}. See its output above."
+                f"the demo's training ended with status {done.returncode} instead of {status}. See the output above."
             )
         pairs = (line.split() for line in done.stdout.splitlines())
         return {int(step): float(loss) for step, loss in pairs}, done.stderr

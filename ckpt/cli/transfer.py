@@ -31,8 +31,8 @@ def convert(source: str, destination: str, **options: Any) -> None:
 
     SOURCE is a checkpoint of ckpt, Accelerate, DeepSpeed, Lightning, Megatron-Core, the Trainer or
     torch.distributed.checkpoint, or a torch.save or safetensors file. ckpt recognises the format. A ckpt root stands
-    for its newest checkpoint. DESTINATION is a root for --to ckpt, a new file for torch and lightning, otherwise a new
-    folder."""
+    for its newest checkpoint. DESTINATION is a root for --to ckpt, a new file for --to torch and --to lightning, and
+    otherwise a new folder."""
     from ckpt.tools.convert import convert
 
     echo(str(convert(source, destination, **options)))

@@ -76,7 +76,7 @@ def _refuse_place(final: Path, shown: str, *, over: bool) -> None:
     if os.path.lexists(final) and not over:
         raise ConfigError(f"{shown} already exists, and ckpt does not overwrite it. Choose another destination.")
     if final.is_symlink() or (final.exists() and not final.is_dir()):
-        raise ConfigError(f"{shown} is a link, or not a folder. Choose another place for the model.")
+        raise ConfigError(f"{shown} is a link, or is not a folder. Choose another place for the model.")
     if os.path.commonpath([final, os.getcwd()]) == str(final):  # the process would be left in a folder that is gone
         raise ConfigError(
             f"{shown} is or contains the current folder, so ckpt can't replace it. Name a new folder inside it."

@@ -107,9 +107,9 @@ class MainProcessSaves:
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST)
         raise RanksError(
-            f"for {_PATIENCE:g} s, rank 0 has neither read its next batch nor called wait_for_everyone(). Look at "
-            "rank 0's log: it may have died. With main_process_saves=True, every rank must iterate over the same "
-            "prepared loaders."
+            f"for {_PATIENCE:g} s, rank 0 has neither read its next batch nor called wait_for_everyone(). Rank 0 may "
+            "have died: look at its log. With main_process_saves=True, every rank must iterate over the same prepared "
+            "loaders."
         )
 
     def _refuse_failed(self) -> NoReturn:

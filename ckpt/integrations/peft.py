@@ -11,7 +11,7 @@ from ckpt.root.catalog import resolve
 
 
 def export_merged(url: str | os.PathLike[str], model: Any, folder: str | os.PathLike[str]) -> None:
-    """Merge a model's adapters into the base model, and write it for `from_pretrained`.
+    """Merge a model's adapters into the base model, and write the result for `from_pretrained`.
 
         export_merged("runs/lora/step-00001000", get_peft_model(base, config), "merged")
 

@@ -112,7 +112,7 @@ def refuse_unsupported(trainer: Trainer, methods: Collection[str]) -> None:
 
 
 class CkptCallback(TrainerCallback):  # type: ignore[misc]
-    """Lets a Trainer save and resume through ckpt: saves are atomic and verified, and training continues meanwhile.
+    """Lets a Trainer save and resume through ckpt: each save is atomic, verified, and written while training continues.
 
         trainer = CkptCallback("runs/mrpc").attach(Trainer(model, args, train_dataset=data))
         trainer.train(resume_from_checkpoint=True)      # the newest intact checkpoint, or a fresh start
@@ -121,8 +121,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
     `save_total_limit`, `load_best_model_at_end`. The Trainer writes no checkpoints of its own.
 
     `resume_from_checkpoint` may also be the name of a checkpoint, or a folder that a Trainer without this callback
-    wrote. If the root has no checkpoint yet, `resume_from_checkpoint=True` loads the Trainer's last own checkpoint in
-    `output_dir`.
+    wrote. If the root has no checkpoint yet, `resume_from_checkpoint=True` loads the last checkpoint that the Trainer
+    itself wrote to `output_dir`.
 
     Args:
         root: The place for the checkpoints: a path, a URL or a storage.

@@ -115,7 +115,9 @@ class BroadcastGroup:
             listed = "; ".join(f"rank {rank}: {why}" for rank, why in failed.items())
             raise FollowingError(f"the ranks on this host stopped reading the checkpoint together. {listed}")
         if ended and late:
-            raise FollowingError(f"{format_ranks(sorted(ended))} read other bytes than this rank, or in another order.")
+            raise FollowingError(
+                f"{format_ranks(sorted(ended))} read different bytes than this rank, or read them in another order."
+            )
         silent = self._ranks.silent([rank for rank in others if rank not in ended], watched)
         if silent:
             raise RanksError(

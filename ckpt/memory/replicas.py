@@ -160,7 +160,9 @@ class Conversation:
 
     def check(self, tag: torch.Tensor, sender: int) -> None:
         if not hmac.compare_digest(self._mac.digest(), tag.numpy().tobytes()):
-            raise LinkError(f"a message claims to be from rank {sender}, but is not: somebody else is on the network.")
+            raise LinkError(
+                f"a message claims to be from rank {sender}, but is not: somebody else on the network sent it."
+            )
 
 
 @dataclass

@@ -44,8 +44,8 @@ def warn_of_unsaved(root: RootWriter, taken_at: int) -> None:
 def warn_left_out(every: int) -> None:
     """Once: the snapshot before is still being written, or copied to the next host."""
     _log.warning(
-        "Skipped a memory snapshot: the previous one is still being written. Memory(every=%d) is too frequent for "
-        "this machine. From now on, ckpt only counts the skips.", every,
+        "Skipped a memory snapshot: the previous one is still being written. Memory(every=%d) asks for snapshots "
+        "too often for this machine. From now on, ckpt only counts the skips.", every,
     )  # fmt: skip
 
 

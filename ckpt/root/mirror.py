@@ -523,9 +523,8 @@ class MirrorWorker:
         if names:
             unsure = "" if self.copies.was_listed else ", as far as is known"
             _log.warning(
-                "these checkpoints are not in the mirror %s%s: %s. All are safe in %s, and the next run with this "
-                "mirror "
-                "copies them.", target, unsure, names, self.copies.source.url,
+                "these checkpoints are not in the mirror %s%s: %s. All these checkpoints are safe in %s, and the next "
+                "run with this mirror copies them.", target, unsure, names, self.copies.source.url,
             )  # fmt: skip
 
     def _add(self, new: _QueuedCopy) -> None:

@@ -201,7 +201,7 @@ class AuthenticFile:
                 index, at = divmod(start, self._file.record.block_size)
                 piece = self._block(index)[at : at + len(view)]
                 if not piece:
-                    raise TruncatedError(f"{self._file.stored.key} ends {len(view)} bytes too early.")
+                    raise TruncatedError(f"{self._file.stored.key} is {len(view)} bytes too short.")
                 view[: len(piece)] = piece
                 view, start = view[len(piece) :], start + len(piece)
 

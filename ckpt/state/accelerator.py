@@ -69,8 +69,8 @@ class AcceleratorObjects:
             return Keep(last=limit)
         if self.accelerator.is_main_process:
             _log.warning(
-                "total_limit=%d has no effect without automatic_checkpoint_naming=True, in Accelerate itself as "
-                "well. To remove old checkpoints of any name, pass keep=ckpt.Keep(last=%d).",
+                "total_limit=%d has no effect without automatic_checkpoint_naming=True, here or in Accelerate "
+                "itself. To remove old checkpoints of any name, pass keep=ckpt.Keep(last=%d).",
                 limit, limit,
             )  # fmt: skip
         return None

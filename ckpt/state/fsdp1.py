@@ -164,8 +164,8 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         if 0 in torch.distributed.get_process_group_ranks(_group(model)):
             raise
         raise UnsupportedError(  # it broadcasts from rank 0
-            "under FSDP 1, PyTorch gives this state of an optimizer only to a process group with rank 0 of the job, "
-            f"and this group lacks that rank ({error}). Use FSDP 2 (fully_shard), or use_orig_params=True."
+            "under FSDP 1, PyTorch returns this optimizer state only in a process group that contains rank 0 of the "
+            f"job, and this group does not ({error}). Use FSDP 2 (fully_shard), or use_orig_params=True."
         ) from error
     if not stepped:  # the call has initialised it
         optimizer.state.clear()

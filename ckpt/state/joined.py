@@ -58,7 +58,7 @@ class Joined:
     def __init__(self, objects: Iterable[Any] | Mapping[str, Any]) -> None:
         self.objects = dict(objects) if isinstance(objects, Mapping) else list(objects)
         if not self.objects:
-            raise ConfigError("ckpt.Joined got no objects. Pass it all objects of this rank.")
+            raise ConfigError("ckpt.Joined got no objects. Pass all objects of this rank.")
 
     def as_one(self, kind: str) -> Any:
         """The object that a manager manages."""

@@ -67,7 +67,9 @@ def expand_home(path: str) -> str:
         return path
     expanded = os.path.expanduser(path)
     if expanded == path:
-        raise ConfigError(f"{path}: no user {first[1:]!r} has a home folder. If this is a plain name, write ./{path}.")
+        raise ConfigError(
+            f"{path}: there is no user {first[1:]!r} with a home folder. If this is a plain name, write ./{path}."
+        )
     return expanded
 
 

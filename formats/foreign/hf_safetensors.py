@@ -186,7 +186,7 @@ def tensors_at(folder: FolderReader, *paths: str) -> dict[str, PiecedTensor]:
         paths = tuple(sorted(set(weight_map.values())))
         if missing := [path for path in paths if path not in folder.files]:
             raise DamagedError(
-                f"{where} names files that are missing: {', '.join(missing)}. Copy all files into its folder."
+                f"{where} names files that are missing: {', '.join(missing)}. Copy all files into the same folder."
             )
     files = {path: TensorFile.open(folder.opened(path), f"{folder.where}/{path}", folder.files[path]) for path in paths}
     return tensors_of(files, weight_map, folder.where)

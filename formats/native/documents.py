@@ -228,7 +228,9 @@ def about(tensor: Any) -> tuple[str, Any]:
 
 def check_known(kind: str) -> None:
     if kind not in _KNOWN:
-        raise DamagedError(f"the state has a tensor of the unknown kind {kind!r}. Did a newer ckpt write it?")
+        raise DamagedError(
+            f"the state has a tensor of the unknown kind {kind!r}. Did a newer version of ckpt write it?"
+        )
 
 
 def pack(kind: str, tensors: Mapping[str, torch.Tensor], context: Any) -> Any:
@@ -450,7 +452,9 @@ class Decoder:
         if tag == "$packed":
             return self._packed(inner, depth)
         if tag not in BY_TAG:
-            raise DamagedError(f"the state has a value of the unknown kind {tag!r}. Did a newer ckpt write it?")
+            raise DamagedError(
+                f"the state has a value of the unknown kind {tag!r}. Did a newer version of ckpt write it?"
+            )
         kind, back = BY_TAG[tag]
         return back(of_type(kind, self._decode(inner, depth)))
 

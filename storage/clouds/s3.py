@@ -541,7 +541,8 @@ def _open(options: dict[str, Any], policy: RetryPolicy) -> S3FileSystem:
     }
     if "@" in str(options.get("endpoint_url", "")):
         raise ConfigError(
-            "the endpoint_url contains a user name or a password. Give credentials as the options key and secret."
+            "the endpoint_url contains a user name or a password. Pass credentials in the storage_options 'key' and "
+            "'secret'."
         )
     _refuse_unknown_fields(options.get("s3_additional_kwargs"))
     options.setdefault("max_concurrency", AT_ONCE)

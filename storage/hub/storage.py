@@ -216,7 +216,7 @@ class HubStorage:
             )
         repo, revision, path = match.groups()
         if interval != 0 and not is_seconds(interval):
-            raise ConfigError(f"interval={said(interval)} must be a number of seconds between two commits.")
+            raise ConfigError(f"interval={said(interval)} must be the number of seconds between two commits.")
         requests = Requests(RetryPolicy(deadline=deadline, stall=stall, first_pause=1.0), "the Hub")
         self._repo = HubRepo(repo, unquote(revision or MAIN_BRANCH), token, requests)
         self._top = check_key(path) + "/" if path else ""
@@ -308,7 +308,7 @@ class HubStorage:
         commit, found = self._found(key)
         missing = min(stop - found.size, stop - start)
         if missing > 0:
-            raise TruncatedError(f"{self.url}/{key} ends {missing} bytes too early.")
+            raise TruncatedError(f"{self.url}/{key} is {missing} bytes too short.")
         data = memoryview(self._repo.read(found.path, commit, start, stop) if start < stop else b"")
         for view in views:
             view[:], data = data[: len(view)], data[len(view) :]

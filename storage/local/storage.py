@@ -338,7 +338,7 @@ class LocalStorage:
             views = [memoryview(buffer).cast("B") for buffer in buffers]
             missing = read_scattered(file.fileno(), start, views, cached=again)
             if missing:
-                raise TruncatedError(f"{self._shown}/{key} ends {missing} bytes too early.")
+                raise TruncatedError(f"{self._shown}/{key} is {missing} bytes too short.")
 
     def evict(self, key: str) -> None:
         """Drop the clean pages of a file from the page cache, where the system can."""

@@ -207,7 +207,7 @@ class TestFolders:
         (tmp_path / "link").symlink_to("real")
         monkeypatch.chdir(tmp_path / "real")
         for place, message in (
-            (tmp_path / "file", "is a link, or not a folder"), (tmp_path / "link", "is a link, or not a folder"),
+            (tmp_path / "file", "is a link, or is not a folder"), (tmp_path / "link", "is a link, or is not a folder"),
             (tmp_path / "real", "is or contains the current folder"), (tmp_path, "or contains the current folder"),
         ):  # fmt: skip
             with pytest.raises(ConfigError, match=message), atomic_folder(place, over=True):

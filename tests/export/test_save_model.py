@@ -56,7 +56,7 @@ def test_every_way_of_spreading_gives_the_same_whole_files_and_loads_them(tmp_pa
 def _fail_on_the_main_rank(rank: int, folder: str) -> None:
     Path(folder, "file").touch()
     with ckpt.StateManager(f"{folder}/run", model=MODELS["fsdp2"](6)) as manager:
-        with pytest.raises(ckpt.ConfigError, match="is a link, or not a folder"):
+        with pytest.raises(ckpt.ConfigError, match="is a link, or is not a folder"):
             manager.save_model(f"{folder}/file")
         with pytest.raises(Exception, match="No space left"):
             manager.save_model(f"{folder}/out", tokenizer=Stubborn())

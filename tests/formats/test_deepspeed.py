@@ -202,8 +202,8 @@ def _spoilt(folder: Path, how: str) -> None:
 
 
 SPOILT = {
-    "a rank is missing": "of 1 ranks, but 2 ranks wrote it",
-    "no rank is there": "of 0 ranks, but several ranks wrote it",
+    "a rank is missing": "of 1 ranks, but 2 ranks wrote the save",
+    "no rank is there": "of 0 ranks, but several ranks wrote the save",
     "shapes are too large": "but its parameters have 1099511627776",
     "shapes are no sizes": "a size or offset can't be -1",
     "a partition is short": "but its parameters have 17",

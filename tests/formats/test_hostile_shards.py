@@ -90,7 +90,7 @@ def test_a_checkpoint_like_these_that_is_right_is_loaded(sharded: Path, tmp_path
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (_layout(ranks=[0, 0]), "its list of 2 ranks, 1 of them different"),
+        (_layout(ranks=[0, 0]), "lists 2 ranks, 1 of them different"),
         (_layout(ranks=[0, 2]), "contains rank 2, but there were only 2"),
         (_layout(ranks=[0, -1]), "size or offset"),
         (_layout(ranks=[0, True]), "size or offset"),

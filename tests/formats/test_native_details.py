@@ -372,7 +372,7 @@ class TestDocuments:
             name: (one.dtype, one.tolist()) for name, one in value.items()
         }
         data["tensors"]["t"]["shape"] = [2]
-        with pytest.raises(DamagedError, match=r"^x is not a valid state document: 6 bytes don't make"):
+        with pytest.raises(DamagedError, match=r"^x is not a valid state document: 6 bytes can't form"):
             decode_inline(data, "x")
         with pytest.raises(DamagedError, match=r"^x is not a valid state"):
             decode_inline({}, "x")

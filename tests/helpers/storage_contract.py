@@ -130,7 +130,7 @@ class StorageContract:
         buffers = [bytearray(length) for length in (3, 0, 1, *[2] * 1500, 500)]
         storage.read_into("object", 7, *(memoryview(buffer) for buffer in buffers))
         assert b"".join(buffers) == (bytes(range(256)) * 40)[7 : 7 + 3504]
-        with pytest.raises(TruncatedError, match=r"object ends 7 bytes too early"):
+        with pytest.raises(TruncatedError, match=r"object is 7 bytes too short"):
             storage.read_into("object", 10240 - 3, memoryview(bytearray(2)), memoryview(bytearray(8)))
 
     def test_a_link_is_the_same_object_under_a_second_key(self, storage: Storage) -> None:
@@ -167,7 +167,7 @@ class StorageContract:
     @pytest.mark.parametrize(("start", "length"), [(0, 11), (8, 3), (10, 1), (500, 4)])
     def test_read_into_from_an_object_too_short_is_an_error(self, storage: Storage, start: int, length: int) -> None:
         storage.write("object", [b"0123456789"])
-        with pytest.raises(TruncatedError, match=r"object ends \d+ bytes too early"):
+        with pytest.raises(TruncatedError, match=r"object is \d+ bytes too short"):
             storage.read_into("object", start, memoryview(bytearray(length)))
 
     @pytest.mark.parametrize("key", ["absent", "folder/absent", "folder", "folder/object/below"])

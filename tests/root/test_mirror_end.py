@@ -195,7 +195,7 @@ class TestMirrorsWhoseRequestsCannotBeEnded:
             mirror.open.clear()
             manager.save_state("two", wait=True)
         [said] = [line for line in caplog.messages if "not in the mirror" in line]
-        assert "two. All are safe in" in said
+        assert "two. All these checkpoints are safe in" in said
         assert manager.mirror_error is not None
         with (
             pytest.raises(ckpt.LockedError),

@@ -201,7 +201,7 @@ class TestAFile:
             counted.reads.clear()
             assert file.read(11, 14) == data[11:14]
             assert counted.reads == []  # of the block that was read last
-            with pytest.raises(TruncatedError, match="a/x ends 2 bytes too early"):
+            with pytest.raises(TruncatedError, match="a/x is 2 bytes too short"):
                 file.read_into(len(data) - 1, memoryview(bytearray(3)))
         root.write("a/x", [altered(3)])
         last.clear()

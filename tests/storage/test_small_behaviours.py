@@ -1075,7 +1075,7 @@ class TestOverlays:
         with storage.lock("key", note="me"), pytest.raises(LockedError, match="is held: me"):
             storage.lock("key", shared=True).__enter__()
         storage.write("short", [b"123"])
-        with pytest.raises(TruncatedError, match="ends 2 bytes too early"):
+        with pytest.raises(TruncatedError, match="is 2 bytes too short"):
             storage.read_into("short", 2, memoryview(bytearray(1)), memoryview(bytearray(2)))
 
 

@@ -161,7 +161,9 @@ def test_another_checkpoint_of_that_name_stays(tmp_path: Path) -> None:
     save(tmp_path / "run", 1)
     save(tmp_path / "other", 1)
     before = (tmp_path / "other" / "step-00000001" / "manifest.json").read_bytes()
-    with pytest.raises(ckpt.ConfigError, match="another checkpoint 'step-00000001', which ckpt does not overwrite"):
+    with pytest.raises(
+        ckpt.ConfigError, match="another checkpoint named 'step-00000001', which ckpt does not overwrite"
+    ):
         ckpt.pull(tmp_path / "run", tmp_path / "other")
     assert (tmp_path / "other" / "step-00000001" / "manifest.json").read_bytes() == before
 
@@ -270,7 +272,9 @@ class TestToTheHub:
             assert ckpt.verify(tmp_path / "back") == {"step-00000001": []}
         save(tmp_path / "other", 1)
         [mine] = ckpt.list_checkpoints(tmp_path / "other")
-        with pytest.raises(ckpt.ConfigError, match="another checkpoint 'step-00000001', which ckpt does not overwrite"):
+        with pytest.raises(
+            ckpt.ConfigError, match="another checkpoint named 'step-00000001', which ckpt does not overwrite"
+        ):
             ckpt.pull("hub://me/run", tmp_path / "other")
         assert ckpt.list_checkpoints(tmp_path / "other") == [mine]
 
@@ -278,7 +282,9 @@ class TestToTheHub:
         save(tmp_path / "run", 1)
         save(tmp_path / "other", 1)
         ckpt.pull(tmp_path / "other", "hub://me/run")
-        with pytest.raises(ckpt.ConfigError, match="another checkpoint 'step-00000001', which ckpt does not overwrite"):
+        with pytest.raises(
+            ckpt.ConfigError, match="another checkpoint named 'step-00000001', which ckpt does not overwrite"
+        ):
             ckpt.pull(tmp_path / "run", "hub://me/run")
 
 

@@ -64,7 +64,7 @@ def test_a_tilde_is_the_home_folder_unless_there_is_a_folder_of_that_name(
     monkeypatch.setenv("HOME", "/home/me")
     given = ["~", "~/run", "a/~/b", "/~", "s3://b/~x"]
     assert [expand_home(path) for path in given] == ["/home/me", "/home/me/run", "a/~/b", "/~", "s3://b/~x"]
-    with pytest.raises(ConfigError, match="~nobody-x/run: no user 'nobody-x' has a home folder"):
+    with pytest.raises(ConfigError, match="~nobody-x/run: there is no user 'nobody-x' with a home folder"):
         expand_home("~nobody-x/run")
     (tmp_path / "~").mkdir()
     (tmp_path / "~nobody-x").symlink_to("nowhere")
