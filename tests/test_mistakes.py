@@ -235,7 +235,7 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
         on(lambda manager: manager.register(**{"a/b": nn.Linear(1, 1)})),
         "a/b: cannot name a part",
     ),
-    "a value that is a tensor": (on(lambda manager: manager.values.update(x=torch.ones(2))), "has a Tensor in it"),
+    "a value that is a tensor": (on(lambda manager: manager.values.update(x=torch.ones(2))), "contains a Tensor"),
     "a value without a name": (
         on(lambda manager: manager.values.update({1: 2})),
         "the name of a value must be a string",

@@ -684,7 +684,7 @@ def choose(selection: Selection[T], held: ExitStack) -> Choice[T] | None:
 def _nothing_intact(selection: Selection[T], passed_over: Mapping[str, str]) -> str:
     if selection.name:
         why = passed_over[selection.name]
-        return f"{why} Load another one, or load_state() without a name for the newest intact one."
+        return f"{why} Load another checkpoint, or call load_state() without a name for the newest intact one."
     return Lines.listing(
         f"no checkpoint in {' or '.join(storage.url for storage in selection.tiers)} is intact, so nothing was loaded:",
         passed_over.values(),

@@ -382,7 +382,7 @@ def test_a_loop_that_is_not_of_this_thread_or_is_evaluation_is_not_followed() ->
     thread.start()
     thread.join()
     assert found == [False]
-    assert "Let it read inside" in script.lasting["prefetching"]
+    assert "Put the prefetcher inside" in script.lasting["prefetching"]
     script.loop._reads = True
     assert not script.loop.takes(script.loader)
     script.loop._reads = False

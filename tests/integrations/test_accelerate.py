@@ -590,5 +590,5 @@ def test_what_cannot_be_given_is_refused_with_the_remedy(tmp_path: Path) -> None
     with pytest.raises(ckpt.ConfigError, match=r"elsewhere/x is not directly below .*root.* no local folder"):
         accelerator.save_state("memory://elsewhere/x")
     engine = SimpleNamespace(distributed_type=DistributedType.MEGATRON_LM)
-    with pytest.raises(ckpt.UnsupportedError, match="ckpt can't save Megatron-LM"):
+    with pytest.raises(ckpt.UnsupportedError, match="ckpt can't save under Megatron-LM"):
         ckpt.StateManager(tmp_path, accelerator=engine)

@@ -148,5 +148,5 @@ def test_it_is_said_in_one_line_and_only_where_there_is_another(
         with pytest.raises(ckpt.MissingError, match="no checkpoint 'logs'"):
             accelerator.load_state("logs")
         (tmp_path / "checkpoint-3" / "model.safetensors").write_bytes(b"")
-        with pytest.raises(ckpt.DamagedError, match=r"Load another one, or load_state\(\) without a name"):
+        with pytest.raises(ckpt.DamagedError, match=r"Load another checkpoint, or call load_state\(\) without"):
             accelerator.load_state("checkpoint-3")  # it was committed: nobody but the user may choose another

@@ -329,7 +329,7 @@ class TestChoosing:
         assert (found.manifest.name, found.damaged) == ("b", {"c"})
         assert found.passed_over == {"c": "c is damaged: state.json is missing."}
         assert chosen([root], name="a").manifest.name == "a"
-        with pytest.raises(DamagedError, match="Load another one, or load_state"):
+        with pytest.raises(DamagedError, match="Load another checkpoint, or call load_state"):
             chosen([root], name="c")
 
     def test_damage_that_is_found_while_it_is_read_leads_to_the_next(self, root: MemoryStorage) -> None:

@@ -175,7 +175,7 @@ class TestLink:
         sender = network.link(3)
         sending = Worker("sender").start(lambda: _send_unconfirmed(sender, source))
         try:
-            with pytest.raises(LinkError, match=r"did not come from it|does not answer|is not a snapshot"):
+            with pytest.raises(LinkError, match=r"claims to be from rank|does not answer|is not a snapshot"):
                 network.link(5).receive(target, 3)
         finally:
             network.wires[5, 3, 2].put(bytes(32))  # nobody confirms

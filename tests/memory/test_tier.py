@@ -282,7 +282,7 @@ def test_a_run_that_ends_with_its_last_step_in_the_root_says_nothing(
     train(manager, 5)
     manager.save_state(wait=True)
     manager.close()
-    assert "only in memory" not in caplog.text
+    assert "removes the snapshot" not in caplog.text
 
 
 def test_nor_does_one_that_went_back_to_a_checkpoint_of_the_root(
@@ -293,7 +293,7 @@ def test_nor_does_one_that_went_back_to_a_checkpoint_of_the_root(
     train(manager, 2)
     manager.load_state("a")
     manager.close()
-    assert "only in memory" not in caplog.text
+    assert "removes the snapshot" not in caplog.text
 
 
 def test_state_that_is_saved_whole_is_taken_in_shards(tmp_path: Path, memory: Path) -> None:

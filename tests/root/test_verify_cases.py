@@ -528,7 +528,7 @@ class TestTrust:
         assert not caplog.records
         Trust(("k",)).refuse_unsigned("x")
         assert "x has no manifest, so nothing in it is signed" in caplog.text
-        with pytest.raises(UntrustedError, match=r"ckpt refuses .*x: you require a signature, but without a manifest"):
+        with pytest.raises(UntrustedError, match=r"ckpt refuses .*x: you require a signature, but it has no manifest"):
             Trust(("k",), required=True).refuse_unsigned("x")
 
     def test_where_keys_are_looked_for(self, keys: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -519,7 +519,7 @@ class TestCopies:
         copies._pause(0.0)
         assert copies.progress > before
         copies.stopping.set()
-        with pytest.raises(TransientError, match="the run ended before the copy did"):
+        with pytest.raises(TransientError, match="the run ended before the copy was complete"):
             copies._pause(5.0)
 
 
@@ -725,7 +725,7 @@ class TestDeleting:
         kept = {key: root.read(key) for key in keys(root)}
         for name in (FILE_NAME, COPY_NAME):
             root.write(f"a/{name}", [b"x"])
-        assert remove_or_explain(root, summary).startswith("has a manifest that cannot be read")
+        assert remove_or_explain(root, summary).startswith("has a manifest that ckpt can't read")
         for key, data in kept.items():
             root.write(key, [data])
         mark_save(root, "a", ["new"], [], "of a save")
@@ -745,7 +745,7 @@ class TestDeleting:
             root.write(f"a/{name}", [b"x"])
         left = apply_retention(ckpt.Keep(last=1), root, listed, ())
         assert [summary.name for summary in left] == ["c", "a"]
-        assert "a, because it has a manifest that cannot be read" in caplog.text
+        assert "a, because it has a manifest that ckpt can't read" in caplog.text
         assert {past.summary.name for past in History.of(root).saves} == {"a", "b", "c"}
         caplog.clear()
         apply_retention(ckpt.Keep(last=1), root, left, ())

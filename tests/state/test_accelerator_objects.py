@@ -185,7 +185,7 @@ def test_what_keeps_its_state_to_itself_is_refused() -> None:
     def kind(name: str) -> Any:
         return SimpleNamespace(distributed_type=SimpleNamespace(value=name))
 
-    with pytest.raises(UnsupportedError, match="ckpt can't save Megatron-LM"):
+    with pytest.raises(UnsupportedError, match="ckpt can't save under Megatron-LM"):
         AcceleratorObjects(kind("MEGATRON_LM"))
     with pytest.raises(UnsupportedError, match="this release of Accelerate has no Accelerator"):
         AcceleratorObjects(kind("NO"))

@@ -190,13 +190,13 @@ def test_values_are_a_dict_of_plain_ones() -> None:
     for _ in range(50):
         nested = [nested]
     values["deep"] = nested
-    with pytest.raises(ConfigError, match="has a list in it"):
+    with pytest.raises(ConfigError, match="contains a list"):
         values["deeper"] = [nested]
     nested = 1
     for _ in range(50):
         nested = {"a": nested}
     values["deep"] = nested
-    with pytest.raises(ConfigError, match="has a dict in it"):
+    with pytest.raises(ConfigError, match="contains a dict"):
         values["deeper"] = {"a": nested}
 
 

@@ -129,7 +129,9 @@ def test_the_state_of_a_zero_redundancy_optimizer_is_that_of_its_inner_one() -> 
     part._load(saved, {})
     assert (outer.param_groups[0]["lr"], outer.optim.param_groups[0]["lr"]) == (0.7, 0.7)
     assert outer.param_groups[0]["params"] == list(model.parameters())
-    with pytest.raises(UnsupportedError, match="before training, because it builds its optimizer only then"):
+    with pytest.raises(
+        UnsupportedError, match="before training, because it builds its optimizer only when training starts"
+    ):
         ZeroRedundancyPart.of("optimizer", SimpleNamespace(), {})
 
 

@@ -516,7 +516,7 @@ def test_what_cannot_be_one_is_refused() -> None:
         JoinedOptimizer([sgd, _adam(1)])
     with pytest.raises(ConfigError, match="of one class, not object"):
         JoinedOptimizer([object()])
-    with pytest.raises(ConfigError, match=r"dataloader=ckpt.Joined\(...\): .* takes only models"):
+    with pytest.raises(ConfigError, match=r"dataloader=ckpt.Joined\(...\): .* joins only models"):
         Joined([1]).as_one("dataloader")
     with pytest.raises(ConfigError, match="takes modules, not int"):
         Joined([linear, 3]).as_one("model")

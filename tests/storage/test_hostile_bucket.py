@@ -95,7 +95,7 @@ def test_a_key_with_escape_sequences_reaches_no_terminal(tmp_path: Path) -> None
 def test_keys_of_another_prefix_are_refused(tmp_path: Path) -> None:
     bucket = HostileBucket(PLAIN)
     bucket.listed = {"other/secret": 3}
-    refused(bucket, tmp_path, "another prefix")
+    refused(bucket, tmp_path, "a prefix that ckpt did not ask for")
 
 
 @pytest.mark.parametrize("size", [101, 10**6, 10**15])
