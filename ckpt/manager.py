@@ -32,6 +32,7 @@ from ckpt.options import (
 )
 from ckpt.ranks.consensus import MAIN
 from ckpt.ranks.schedule_and_signals import Preemption, SaveSchedule
+from ckpt.root.catalog import Goodput
 from ckpt.root.retention import Keep
 from ckpt.save.saver import SaveReport
 from ckpt.session import Session
@@ -173,6 +174,19 @@ class StateManager:
     def run(self) -> str:
         """The id of the run, for trackers. A resume keeps the id. Read it on the main rank, after `resume`."""
         return self._session.saver.root.lineage.run
+
+    def goodput(self) -> Goodput | None:
+        """Return where the time of this run went, over all its attempts so far: `print(manager.goodput())`.
+
+        `share` is the part of the wall time in which the run made steps that count. The rest is steps that had to be
+        made again after a crash, waiting for saves, starting and loading, and down between attempts. If an attempt was
+        killed, ckpt knows only what it wrote after its last save, so `share` is a lower bound.
+
+        ckpt reads the history in the root, which is one small file. So call this now and then, not after every step.
+        Only the main rank knows the history: the others get None, and so does the main rank if the history can't be
+        read, or if the root is on the Hub and has none.
+        """
+        return self._session.saver.root.goodput()
 
     @property
     def mirror_error(self) -> Exception | None:

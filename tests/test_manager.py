@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ckpt
 from ckpt import manager
 from ckpt.errors import ConfigError, DamagedError, MetricError, MissingError, Preempted, StorageError
+from ckpt.root.catalog import HISTORY
 
 FOREGROUND = ckpt.SaveOptions(background=False)
 
@@ -502,3 +504,33 @@ def test_nothing_but_the_log_is_left_of_a_manager_that_was_closed(run: Run, capl
     run.manager.close()
     assert type(run.loader) is DataLoader
     assert caplog.text.count("WARNING") == caplog.text.count("can't see where this loop's batches")
+
+
+def test_goodput_tells_of_all_attempts_and_of_this_one_so_far_also_when_it_is_closed(tmp_path: Path) -> None:
+    first = Run(tmp_path, save_every=2)
+    assert first.manager.goodput() is not None  # that nothing was trained yet
+    with first.manager:
+        first.train()
+    shutil.rmtree(tmp_path / "step-00000003")
+    again = Run(tmp_path, save_every=2)
+    with again.manager:
+        again.manager.resume()
+        before = again.manager.goodput()
+        again.train()
+        running = again.manager.goodput()
+    after = again.manager.goodput()
+    for found, attempts in ((before, 2), (running, 2), (after, 2)):
+        assert found is not None
+        assert (found.attempts, found.lost_steps) == (attempts, 1)
+        assert 0 < found.share < 1
+        assert str(found).startswith("goodput ")
+    assert running is not None
+    assert after is not None
+    assert 0 < running.seconds <= after.seconds
+    assert after == again.manager.goodput()  # no time passes any more
+
+
+def test_goodput_is_not_known_where_the_history_can_not_be_read(tmp_path: Path) -> None:
+    (tmp_path / HISTORY).mkdir()
+    (tmp_path / HISTORY / "x").touch()
+    assert Run(tmp_path).manager.goodput() is None

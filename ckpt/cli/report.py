@@ -1,4 +1,4 @@
-"""`ckpt report`: a page about a run, as HTML or Markdown."""
+"""`ckpt report`: how a run went, or several side by side, on the terminal, as JSON, or as a page."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from pathlib import Path
 
 import click
 
-from ckpt.cli.output import checkpoint_or_path, echo
+from ckpt.cli.output import checkpoint_or_path, echo, echo_json
 from ckpt.errors import ConfigError, StorageError
-from ckpt.tools.report.facts import gather
-from ckpt.tools.report.page import page
+from ckpt.tools.report.facts import gather, to_json
+from ckpt.tools.report.page import HTML, MARKDOWN, MOST_RUNS, TEXT, page
 
-HTML, MARKDOWN = "html", "md"
 _HTML_SUFFIXES = (".html", ".htm")
 
 
@@ -23,12 +22,12 @@ def _modes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
 
 
 @click.command()
-@click.argument("root", shell_complete=checkpoint_or_path)
+@click.argument("roots", nargs=-1, required=True, shell_complete=checkpoint_or_path)
 @click.option(
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The file to write. By default, the page goes to standard output.",
+    help="The file to write. By default, ckpt prints what matters most.",
 )
 @click.option(
     "--format",
@@ -36,28 +35,37 @@ def _modes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
     type=click.Choice([HTML, MARKDOWN]),
     help="The format of the page, if the file's suffix doesn't show it.",
 )
+@click.option("--json", "as_json", is_flag=True, help="Print a list of JSON objects for other programs to read.")
 @click.option(
     "--best", "modes", multiple=True, callback=_modes, metavar="METRIC=min|max",
     help="Whether low or high values of a metric are best, if its name doesn't show it. You can repeat this option.",
 )  # fmt: skip
-def report(root: str, output: Path | None, kind: str | None, modes: dict[str, str]) -> None:
-    """Write a page about the run in ROOT: HTML if the file ends with .html, otherwise Markdown.
+def report(roots: tuple[str, ...], output: Path | None, kind: str | None, as_json: bool, modes: dict[str, str]) -> None:
+    """Print how the run in ROOTS went, or write a page: HTML if the file ends with .html, otherwise Markdown.
 
-    The page shows metrics by step, how long training waited for saves, the size and state of the checkpoints, and which
-    checkpoints each restart skipped. The command reads only manifests and file sizes.
+    The report says whether the run is healthy, what its time went to, how each attempt ended and what it cost, which
+    checkpoints it skipped, and has the metrics of every step. Give several roots to compare their runs. The report
+    reads only manifests, the history of the root, and the sizes of files.
 
     The HTML page is a single file without scripts, and loads no other files.
 
     \b
+    ckpt report runs/mrpc
     ckpt report runs/mrpc -o report.html
-    ckpt report runs/mrpc --best reward=max > report.md
+    ckpt report runs/a runs/b -o compared.html
     """
-    kind = kind or (HTML if output is not None and output.suffix.lower() in _HTML_SUFFIXES else MARKDOWN)
-    facts = gather(root)
-    if unknown := modes.keys() - facts.curves.keys():
-        known = ", ".join(facts.curves) or "none"
+    if len(roots) > MOST_RUNS:
+        raise ConfigError(f"a report compares {MOST_RUNS} runs at most, not {len(roots)}.")
+    runs = [gather(root) for root in roots]
+    metrics = list(dict.fromkeys(name for run in runs for name in run.curves))
+    if unknown := modes.keys() - set(metrics):
+        known = ", ".join(metrics) or "none"
         raise ConfigError(f"no checkpoint has a metric {', '.join(sorted(unknown))}. They have: {known}.")
-    text = page(facts, modes, as_html=kind == HTML)
+    if as_json:
+        echo_json([to_json(run, modes) for run in runs])
+        return
+    is_html = output is not None and output.suffix.lower() in _HTML_SUFFIXES
+    text = page(runs, modes, kind or (HTML if is_html else TEXT if output is None else MARKDOWN))
     if output is None:
         click.echo(text, nl=False)
     else:

@@ -66,7 +66,7 @@ from ckpt.util.checked_json import (
     joined,
     parse_json,
 )
-from ckpt.util.console import format_age, format_number, format_size, html_table, utc_now
+from ckpt.util.console import format_age, format_duration, format_number, format_size, html_table, utc_now
 from ckpt.util.option_values import path_text, settings
 from ckpt.util.threads import in_parallel, is_identity, process_identity, start_time
 
@@ -930,6 +930,89 @@ class PastAttempt:
         return cls(**{**{key: fields[key] for key in _ATTEMPT_RULES}, "metrics": curves})
 
 
+def lost_steps(attempts: Sequence[PastAttempt]) -> list[int]:
+    """The steps of each attempt, oldest first, that it or a later one made again, from an older checkpoint."""
+    found: list[int] = []
+    begins = LARGEST_NUMBER  # where the attempt after it began that went back the furthest
+    for attempt in reversed(attempts):
+        found.append(max(0, attempt.last - max(attempt.first, begins)) + attempt.redone)
+        begins = min(begins, attempt.first)
+    return found[::-1]
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Where the wall time of a run went, from its first attempt to the last moment that is known, in seconds.
+
+    An attempt is one process of the run. If an attempt was killed, ckpt knows only what it wrote after its last save:
+    the time from then on counts as `down`, and steps made since are not known. So `share` is a lower bound, and so is
+    `lost_steps`.
+
+    Attributes:
+        training: Steps that count. Those since the newest checkpoint count until an attempt has to repeat them.
+        repeated: Steps that had to be made again, at the average speed of their attempt.
+        saving: Training waited for saves.
+        starting: From when the manager was built until the checkpoint was loaded; all of an attempt without a step.
+        down: Between the end of an attempt and when the next built its manager.
+        lost_steps: Steps that had to be made again.
+        attempts: How many attempts the history knows: it keeps the newest 200.
+    """
+
+    training: float = 0.0
+    repeated: float = 0.0
+    saving: float = 0.0
+    starting: float = 0.0
+    down: float = 0.0
+    lost_steps: int = 0
+    attempts: int = 0
+
+    @classmethod
+    def of(cls, attempts: Sequence[PastAttempt]) -> Goodput | None:
+        """Of a run's attempts, oldest first; None if there are none."""
+        lost = lost_steps(attempts)
+        training = repeated = saving = starting = down = 0.0
+        for attempt, again, following in zip(attempts, lost, [*attempts[1:], None], strict=True):
+            total, ready, waited = (attempt.seconds.get(name, 0.0) for name in ("total", "ready", "waited"))
+            made = attempt.last - attempt.first + attempt.redone
+            trained = max(0.0, total - ready - waited) if made > 0 else 0.0
+            wasted = trained * min(1.0, again / made) if made > 0 else 0.0
+            training += trained - wasted
+            repeated += wasted
+            saving += waited
+            starting += max(0.0, total - waited - trained)
+            if following is not None:
+                began, then = map(datetime.fromisoformat, (attempt.began, following.began))
+                down += max(0.0, (then - began).total_seconds() - total)
+        told = cls(training, repeated, saving, starting, down, sum(lost), len(attempts))
+        return told if attempts else None
+
+    @property
+    def seconds(self) -> float:
+        return sum(seconds for _, seconds in self.parts)
+
+    @property
+    def share(self) -> float:
+        """The part of the time in which steps were made that count, from 0 to 1."""
+        return self.training / self.seconds if self.seconds else 0.0
+
+    @property
+    def parts(self) -> list[tuple[str, float]]:
+        """What the time went to, in words, and the seconds."""
+        return [
+            ("training that counts", self.training),
+            ("steps made again", self.repeated),
+            ("waiting for saves", self.saving),
+            ("starting and loading", self.starting),
+            ("down between attempts", self.down),
+        ]
+
+    def __str__(self) -> str:
+        whole = self.seconds or 1.0
+        rest = [f"{seconds / whole:.1%} {label}" for label, seconds in self.parts[1:] if seconds >= whole / 2000]
+        wall = format_duration(self.seconds)
+        return f"goodput {self.share:.1%} of {wall}" + (f": {', '.join(rest)}" if rest else "")
+
+
 @dataclass
 class History:
     """What is known of a root's saves, by their ids, and of its attempts: as stored, and what this process has learned
@@ -955,6 +1038,11 @@ class History:
     def saves(self) -> list[PastSave]:
         """Oldest first."""
         return sorted(self._saves.values(), key=lambda save: (save.summary.created, save.summary.sequence))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it was read, or there is none yet."""
+        return self._is_read and self._is_ours and not isinstance(self.storage, Staging)
 
     @property
     def attempts(self) -> list[PastAttempt]:

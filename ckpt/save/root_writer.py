@@ -23,7 +23,7 @@ from ckpt.formats.native.manifest import FILE_NAME, LARGEST_SEQUENCE, FileRecord
 from ckpt.ranks.consensus import MAIN, Ranks, run_on_all_ranks
 from ckpt.ranks.hosts import Hosts
 from ckpt.root import deletion
-from ckpt.root.catalog import History, Index, Overview, PastAttempt, Summary, find
+from ckpt.root.catalog import Goodput, History, Index, Overview, PastAttempt, Summary, find
 from ckpt.root.folder import ROOT_ITSELF, is_foreign
 from ckpt.root.lock import lock_root
 from ckpt.root.mirror import MirrorWorker
@@ -426,17 +426,21 @@ class AttemptLog:
 
     def store(self, history: History, run: str) -> None:
         """Store it with what is known by now, unless nothing has happened."""
-        self._last = last = self.step() or self._last
-        if last == self._first and not self.since and not (self._resumed and self.ended == "failed"):
+        said = self.so_far(run)
+        if said.last == said.first and not self.since and not (self._resumed and self.ended == "failed"):
             return
         self._stored_in = history, run
+        history.note(said)
+        history.store(())
+
+    def so_far(self, run: str) -> PastAttempt:
+        """What is known of it now."""
+        self._last = last = self.step() or self._last
         seconds = {**self._seconds, "total": time.monotonic() - self._started}
         seconds = {name: round(found, 3) for name, found in seconds.items()}
         steps: dict[str, Any] = {"since": self.since, "first": self._first, "last": last, "redone": self._redone}
         end: dict[str, Any] = {"ended": self.ended, "reason": self.reason, "resumed": self._resumed}
-        said = PastAttempt(self._id, run, self._began, **steps, **end, seconds=seconds, metrics=self.metrics())
-        history.note(said)
-        history.store(())
+        return PastAttempt(self._id, run, self._began, **steps, **end, seconds=seconds, metrics=self.metrics())
 
     def dropped(self) -> None:
         """The manager is gone, and was not closed: the program is at its end, or has left it.
@@ -593,6 +597,15 @@ class RootWriter:
         """Store in the history of the root how far this attempt is, or how it has ended."""
         if self.held is not None and self.attempt is not None:
             self.attempt.store(self.held.history, self.lineage.run)
+
+    def goodput(self) -> Goodput | None:
+        """Where the time of the run went, this attempt included. None if that is not known on this rank."""
+        history = History.of(self.storage) if self.attempt is not None else None
+        if self.attempt is None or history is None or not history.is_known:
+            return None
+        if not self.attempt.ended:  # otherwise the history has all of it
+            history.note(self.attempt.so_far(self.lineage.run))
+        return Goodput.of(history.attempts)
 
     def _in_held_root(self, do: Callable[[], Attempt]) -> Attempt:
         """Call `do` with the root held. If the root or its lock file was removed meanwhile, lock it and call again."""

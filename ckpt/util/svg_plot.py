@@ -7,7 +7,7 @@ because it is read on dark pages too; what is part of a page has those of the pa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -43,7 +43,7 @@ THEMED = Colours(
     muted="var(--muted)",
     grid="var(--grid)",
     bad="var(--bad)",
-    lines=("var(--line)", "var(--second)", "var(--third)"),
+    lines=("var(--line)", "var(--second)", "var(--third)", "var(--fourth)", "var(--fifth)", "var(--sixth)"),
 )
 
 
@@ -85,10 +85,20 @@ def path(commands: str, title: str = "", **attributes: object) -> str:
     return _element("path", title, {"d": commands, "fill": "none", **attributes})
 
 
-def polyline(points: Iterable[tuple[float, float]], **attributes: object) -> str:
+def polyline(points: Iterable[tuple[float, float]], title: str = "", **attributes: object) -> str:
     """An open line through all points."""
     listed = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f"<polyline{_attributes({'points': listed, **attributes})}/>"
+    return _element("polyline", title, {"points": listed, **attributes})
+
+
+def stacked_bar(parts: Iterable[tuple[str, float]], colours: Colours, width: float, height: float) -> Iterator[str]:
+    """The parts of a whole, side by side, each in its colour."""
+    parts = list(parts)
+    whole, left = sum(value for _, value in parts) or 1.0, 0.0
+    for colour, (label, value) in zip(colours.lines, parts, strict=False):
+        part = width * value / whole
+        yield rectangle(left, 0, part, height, f"{label}: {value / whole:.1%}", fill=colour)
+        left += part
 
 
 def horizontal_grid(
@@ -166,10 +176,20 @@ class Mark:
 
 
 def line_panel(
-    title: str, points: Points, colours: Colours, mark: Mark | None = None, *, top: int = 0, width: int = WIDTH
+    title: str,
+    curves: Mapping[str, Points],
+    colours: Colours,
+    mark: Mark | None = None,
+    *,
+    top: int = 0,
+    width: int = WIDTH,
 ) -> Iterator[str]:
-    """Values by step, with round numbers on the left. Values that are not finite are gaps, marked at the bottom."""
+    """Values by step, a curve for each label, with round numbers on the left.
+
+    Values that are not finite are gaps, marked at the bottom.
+    """
     right = width - _RIGHT
+    points = [point for curve in curves.values() for point in curve]
     finite = [value for _, value in points if math.isfinite(value)] or [0.0]
     steps = [step for step, _ in points]
     ticks = round_ticks(min(finite), max(finite))
@@ -181,12 +201,13 @@ def line_panel(
         yield text(right, top + 18, mark.label, text_anchor="end", fill=colours.muted)
     yield from horizontal_grid(ticks, up, _LEFT, right, colours, lambda value: f"{value:.4g}")
     yield from _steps(steps, right, top + HEIGHT - 8.0, colours)
-    stroke = {"stroke": colours.lines[0], "stroke_width": 2 if len(points) <= _MANY else 1, "stroke_linejoin": "round"}
-    for curve in _without_gaps(points):
-        line = [(across(step), up(value)) for step, value in curve]
-        yield polyline(line, fill="none", **stroke)
-        if len(points) <= _MOST_DOTS or len(line) == 1:
-            yield from (circle(x, y, 2.5, fill=colours.lines[0]) for x, y in line)
+    for colour, (label, curve) in zip(colours.lines, curves.items(), strict=False):
+        stroke = {"stroke": colour, "stroke_width": 2 if len(curve) <= _MANY else 1, "stroke_linejoin": "round"}
+        for part in _without_gaps(curve):
+            line = [(across(step), up(value)) for step, value in part]
+            yield polyline(line, label, fill="none", **stroke)
+            if len(curve) <= _MOST_DOTS or len(line) == 1:
+                yield from (circle(x, y, 2.5, fill=colour) for x, y in line)
     for step, value in points:
         if not math.isfinite(value):
             x = across(step)

@@ -108,7 +108,7 @@ def test_a_document_has_no_link_no_image_and_no_tag_of_theirs(root: Path, docume
     manifests = [found.manifest for found in ckpt.list_checkpoints(root) if found.manifest]
     training = Training.of(manifests[0])
     card = render(None, "model", known_fields({}, training), {}, training).partition("\n# model")[2]
-    page = CliRunner().invoke(main, ["report", str(root)]).stdout if document == "report" else card
+    page = CliRunner().invoke(main, ["report", str(root), "--format", "md"]).stdout if document == "report" else card
     tokens = MarkdownIt("commonmark").enable("table").parse(page)
     found = [inner for token in tokens for inner in (token, *(token.children or ()))]
     wrong = [token for token in found if token.type in ("link_open", "image", "html_inline", "html_block")]

@@ -25,7 +25,7 @@ from ckpt.root.catalog import scan
 from ckpt.root.signing import new_key
 from ckpt.storage import LocalStorage
 from ckpt.tools.report.facts import gather
-from ckpt.tools.report.page import page
+from ckpt.tools.report.page import MARKDOWN, page
 from tests.helpers.forgery import write_manifest
 
 
@@ -143,7 +143,7 @@ def test_snapshots_of_a_run_that_signs_are_signed(tmp_path: Path, memory: Path, 
 def test_the_report_says_what_memory_cost_and_saved(tmp_path: Path) -> None:
     Training(tmp_path / "root").to(17)
     Training(tmp_path / "root").to(25, die=False)
-    text = page(gather(tmp_path / "root"), {}, as_html=False)
+    text = page([gather(tmp_path / "root")], {}, MARKDOWN)
     assert re.search(r"(?m)^\| memory \| 4 snapshots, training waited \d+\.\d\d s in all \|$", text), text
     assert "a crash at step 17 cost 2 steps instead of 7, thanks to snapshots in memory\n" in text
 
@@ -151,7 +151,7 @@ def test_the_report_says_what_memory_cost_and_saved(tmp_path: Path) -> None:
 def test_a_run_without_memory_has_nothing_of_it_in_its_manifests(tmp_path: Path) -> None:
     Training(tmp_path / "root", memory=None).to(10)
     assert '"memory"' not in (tmp_path / "root" / "step-00000010" / "manifest.json").read_text()
-    assert "| memory |" not in page(gather(tmp_path / "root"), {}, as_html=False)
+    assert "| memory |" not in page([gather(tmp_path / "root")], {}, MARKDOWN)
 
 
 def test_after_a_resume_from_the_root_memory_is_the_newest_again(tmp_path: Path, memory: Path, straight: str) -> None:

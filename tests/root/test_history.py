@@ -70,7 +70,7 @@ def test_ls_shows_what_was_removed_when_asked(tmp_path: Path) -> None:
 
 def test_the_report_draws_metrics_of_removed_ones_too(tmp_path: Path) -> None:
     save(tmp_path, 1, 5, keep=ckpt.Keep(last=1))
-    page = CliRunner().invoke(main, ["report", str(tmp_path)]).output
+    page = CliRunner().invoke(main, ["report", "--format", "md", str(tmp_path)]).output
     assert "| loss | █▆▃▁ | 9 | 6 | 6 | 9 |" in page
     assert "; 3 more were removed" in page
     assert page.count("| removed |") == 3

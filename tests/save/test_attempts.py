@@ -262,6 +262,7 @@ def train_as(rank: int, root: Path) -> None:
         manager.resume()
         for _ in range(4):
             manager.step(metrics={"rank": rank})
+        assert (manager.goodput() is not None) == (rank == 0)
 
 
 @pytest.mark.slow

@@ -17,7 +17,10 @@ from torch import nn
 
 import ckpt
 from ckpt.cli.main import main
-from ckpt.tools.report.facts import attempts, best_of, gather, guessed_mode
+from ckpt.root.catalog import HISTORY, History, PastAttempt
+from ckpt.storage import open_storage
+from ckpt.tools.report.facts import best_of, gather, guessed_mode
+from ckpt.tools.report.page import _ATTEMPTS
 from tests.cli.test_hostile_names import EVIL, rewrite
 from tests.cli.test_main import flip_a_bit
 from tests.helpers.eventful_run import DAMAGED, eventful_run
@@ -135,17 +138,26 @@ def test_its_numbers_are_those_of_ls(run: Path, page: str) -> None:
 
 def test_it_tells_of_restarts_and_what_they_passed_over(run: Path, page: str) -> None:
     text = " ".join("".join(Page(page).text).split())
-    for said in (
-        "began: saved step-00000002 to step-00000010",
-        "restart 1: from step-00000008 (step 8), saved step-00000010 to step-00000014",
-        f"passed over: {DAMAGED} is damaged: model.safetensors was altered",
-        "restart 2: from step-00000014 (step 14), saved step-00000016",
-        "restart 3: from step-00000016 (step 16), saved step-00000018 to step-00000022",
-        "1 passed over a checkpoint",
-    ):
-        assert said in text
-    found = attempts(gather(run).saves)
-    assert [[save.step for save in one.saves] for one in found] == [[2, 4, 6, 8, 10], [10, 12, 14], [16], [18, 20, 22]]
+    assert f"attempt 2 passed over:{DAMAGED} is damaged: model.safetensors was altered" in text
+    rows = [[cell[0] for cell in row] for row in Page(page).rows]
+    told = rows[rows.index([*_ATTEMPTS]) + 1 :][:4]
+    assert [(row[2], row[3], row[5], row[6]) for row in told] == [
+        ("scratch", "0 to 10", "finished", "2 steps"),
+        ("step-00000008", "8 to 14", "finished", "none"),
+        ("step-00000014", "14 to 16", "finished", "none"),
+        ("step-00000016", "16 to 22", "finished", "none"),
+    ]
+
+
+def test_where_there_is_no_history_manifests_tell_of_restarts(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / HISTORY).unlink()
+    facts = gather(tmp_path / "run")
+    assert [(one.began_from, one.past.last, one.end) for one in facts.told][1:] == [
+        ("step-00000014", 16, "not known"), ("step-00000016", 22, "not known"),
+    ]  # fmt: skip
+    assert facts.goodput is None
+    assert facts.curves["loss"][0][0] == 2  # of checkpoints alone
 
 
 def test_saves_that_retention_removed_still_say_how_long_training_waited(run: Path) -> None:
@@ -167,7 +179,7 @@ def test_nothing_but_manifests_and_sizes_is_read(run: Path, tmp_path: Path) -> N
     for file in (tmp_path / "run").rglob("*.safetensors"):
         flip_a_bit(file)
     said = "".join(Page(page_of(tmp_path / "run", tmp_path)).text)
-    assert "complete, by the sizes of files" in said
+    assert "all 8 checkpoints are complete, by the sizes of files" in said
     assert "intact" not in said
 
 
@@ -178,7 +190,8 @@ def test_a_damaged_checkpoint_is_in_the_health_section(run: Path, tmp_path: Path
     (tmp_path / "run" / "step-00000099").mkdir()
     (tmp_path / "run" / "step-00000099" / ".saving").write_text("{}")
     text = " ".join("".join(Page(page_of(tmp_path / "run", tmp_path)).text).split())
-    assert "2 with problems" in text
+    assert "Damaged: step-00000020 can't be used (model.safetensors is " in text
+    assert "; a restart begins at step-00000022." in text
     assert "step-00000020damagedmodel.safetensors is " in text
     assert "step-00000099uncommittedstep-00000099 was never committed" in text
 
@@ -196,10 +209,16 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
         rewrite(root / f"step-{step:08d}" / "manifest.json", metrics={EVIL: float(step), HOSTILE: math.nan})
     said = {"name": HOSTILE, "id": "x", "step": 0, "found_in": HOSTILE, "passed_over": {HOSTILE: HOSTILE}}
     rewrite(root / "step-00000002" / "manifest.json", metrics={HOSTILE: 1.0}, resumed=said)
+    (root / HISTORY).unlink()  # so that manifests tell of restarts; and an attempt that has saved nothing
+    history = History(open_storage(root))
+    began, said = "2026-01-01T00:00:00+00:00", {"ended": "failed", "reason": HOSTILE, "seconds": {"total": 1.0}}
+    history.note(PastAttempt(HOSTILE, HOSTILE, began, **said, metrics={HOSTILE: [(1, 2.0)]}))  # type: ignore[arg-type]
+    history.store(())
+    refuse_what_acts(page_of(root, tmp_path))
     text = page_of(root, tmp_path)
     page = refuse_what_acts(text)
     assert not any(char in text for char in "\x1b\x07\u202e")
-    assert "passed over:" in "".join(page.text)
+    assert f"from {HOSTILE}, found in the {HOSTILE}" in "from " + "".join(page.text)
     assert HOSTILE in "".join(page.text)
     assert "b" not in {tag for tag, _ in page.tags} or "<b>run" not in text
 
@@ -214,13 +233,14 @@ def test_the_suffix_or_the_option_says_which_format_it_is(run: Path, tmp_path: P
     ):
         assert report(run, "-o", tmp_path / name, *options).exit_code == 0
         assert (tmp_path / name).read_text().startswith(begins)
-    assert report(run).output.startswith("# ")
+    assert report(run, "--format", "md").output.startswith("# ")
 
 
 def test_markdown_tells_the_same(run: Path) -> None:
-    text = report(run).output
-    assert "- restart 1: from step-00000008 (step 8), saved step-00000010 to step-00000014" in text
-    assert f"  - passed over: {DAMAGED} is damaged" in text
+    text = report(run, "--format", "md").output
+    assert "| step-00000008 | 8 to 14 |" in text
+    assert "- attempt 2 passed over:\n" in text
+    assert f"  - {DAMAGED} is damaged" in text
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -17,6 +18,7 @@ from ckpt.util.svg_plot import (
     log_scale,
     rectangle,
     round_ticks,
+    stacked_bar,
 )
 
 HUGE, SMALLEST = 1.7e308, 5e-324
@@ -51,7 +53,7 @@ def test_a_logarithmic_scale_has_equal_steps_for_equal_factors() -> None:
 
 def test_values_that_are_not_finite_are_gaps_and_marked() -> None:
     points = [(1, 1.0), (2, 2.0), (3, math.nan), (4, -math.inf), (5, 3.0)]
-    drawn = ElementTree.fromstring(document(line_panel("x", points, PLAIN, Mark(5, 3.0, "best")), 480, 170))
+    drawn = ElementTree.fromstring(document(line_panel("x", {"": points}, PLAIN, Mark(5, 3.0, "best")), 480, 170))
     space = "{http://www.w3.org/2000/svg}"
     curves = [line for line in drawn.findall(f"{space}polyline") if line.attrib.get("fill") == "none"]
     assert [len(line.attrib["points"].split()) for line in curves] == [2, 1]
@@ -93,26 +95,44 @@ height="170" viewBox="0 0 480 170" role="img" aria-label="t">
 
 def test_a_curve_is_drawn_to_scale_below_its_title_with_its_steps_ticks_gaps_and_mark() -> None:
     points = [(10, 1.0), (20, 3.0), (30, math.nan), (40, 2.0)]
-    assert document(line_panel("loss", points, PLAIN, Mark(10, 1.0, "best"), top=100), 480, 170, title="t") == PANEL
-    single = list(line_panel("loss", [(5, 2.0)], PLAIN, width=400))  # in the middle, and its step once
+    assert (
+        document(line_panel("loss", {"": points}, PLAIN, Mark(10, 1.0, "best"), top=100), 480, 170, title="t") == PANEL
+    )
+    single = list(line_panel("loss", {"": [(5, 2.0)]}, PLAIN, width=400))  # in the middle, and its step once
     assert '<circle cx="223.0" cy="88.0" r="2.5" fill="#2563a8"/>' in single
     assert [element for element in single if "step" in element] == [
         '<text x="62" y="162.0" fill="#5b6472">step 5</text>'
     ]
     assert '<text x="62" y="18" font-weight="600">loss</text>' in single
-    nothing = "".join(line_panel("loss", [(1, math.nan), (2, math.inf)], PLAIN))
+    nothing = "".join(line_panel("loss", {"": [(1, math.nan), (2, math.inf)]}, PLAIN))
     assert nothing.count("<path") == 2
     assert 'fill="none" stroke="#2563a8"' not in nothing
 
 
 def test_many_points_are_a_thin_line_without_dots() -> None:
     def drawn(count: int) -> tuple[int, bool]:
-        panel = "".join(line_panel("x", [(step, float(step % 2)) for step in range(count)], PLAIN))
+        panel = "".join(line_panel("x", {"": [(step, float(step % 2)) for step in range(count)]}, PLAIN))
         return panel.count("<circle"), 'stroke-width="2"' in panel
 
     assert [drawn(count) for count in (60, 61, 300, 301)] == [(60, True), (0, True), (0, True), (0, False)]
     alone = [(step, math.nan if step in (1, 3) else 0.0) for step in range(70)]  # a value between gaps is a dot
-    assert "".join(line_panel("x", alone, PLAIN)).count("<circle") == 2
+    assert "".join(line_panel("x", {"": alone}, PLAIN)).count("<circle") == 2
+
+
+def test_several_curves_share_the_scale_and_each_has_its_colour_and_its_label() -> None:
+    drawn = "".join(line_panel("x", {"a": [(1, 1.0), (2, 2.0)], "b": [], "c": [(1, 3.0), (9, 5.0)]}, PLAIN))
+    assert re.findall(r'points="([^"]*)" fill="none" stroke="(#\w+)".*?<title>(\w)</title>', drawn) == [
+        ("62.0,142.0 112.2,115.0", PLAIN.lines[0], "a"),
+        ("62.0,88.0 464.0,34.0", PLAIN.lines[2], "c"),
+    ]
+    assert ">step 9<" in drawn
+
+
+def test_a_bar_is_as_long_as_its_parts() -> None:
+    bar = "".join(stacked_bar([("a", 1.0), ("<b>", 3.0)], PLAIN, 100, 9))
+    assert re.findall(r'x="([\d.]+)" y="0" width="([\d.]+)"', bar) == [("0.0", "25.0"), ("25.0", "75.0")]
+    assert "<title>&lt;b&gt;: 75.0%</title>" in bar
+    assert 'width="0.0"' in "".join(stacked_bar([("a", 0.0)], PLAIN, 100, 9))
 
 
 def test_a_picture_says_its_title_only_if_it_has_one_and_numbers_have_one_decimal() -> None:

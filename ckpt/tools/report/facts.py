@@ -1,6 +1,6 @@
 """What a report tells of a run, read once: from manifests, the history of the root, and the sizes of files.
 
-The best value of each metric, and the run as its attempts, each begun by a load. Imports no torch.
+The best value of each metric, the run as its attempts, and a verdict on its health. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from ckpt.errors import MissingError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.memory.statistics import Statistics, saving_of
-from ckpt.root.catalog import History, Index, Overview, PastSave
-from ckpt.root.verify import COMPLETE, INTACT, REMOVED, Condition, condition
+from ckpt.root.catalog import Goodput, History, Index, Overview, PastAttempt, PastSave, lost_steps
+from ckpt.root.verify import COMPLETE, INTACT, REMOVED, UNCOMMITTED, Condition, condition
 from ckpt.storage import open_storage
 from ckpt.util.option_values import settings
 from ckpt.util.svg_plot import Points
@@ -82,6 +83,7 @@ class RunFacts:
     """All that is known of a root. `saves`: in the order of their commits, those included that were removed since.
 
     `newest`: the manifest of the newest checkpoint. `forgotten`: saves so old that the history has no room for them.
+    `attempts`: oldest first; those from before the history, or without one, as their saves tell of them.
     """
 
     url: str
@@ -89,6 +91,7 @@ class RunFacts:
     unread: tuple[Unread, ...]
     newest: Manifest
     forgotten: int = 0
+    attempts: Sequence[PastAttempt] = ()
 
     @property
     def present(self) -> list[Save]:
@@ -100,12 +103,35 @@ class RunFacts:
 
     @property
     def curves(self) -> dict[str, list[tuple[int, float]]]:
-        """The values of each metric by step. Of checkpoints of the same step, the last one counts."""
+        """The values of each metric by step: of all steps, as the history has them, else of checkpoints.
+
+        Where an attempt went back, its values take the place of those before.
+        """
         found: dict[str, dict[int, float]] = {}
+        for past in self.attempts:
+            for name, points in past.metrics.items():
+                older = found.get(name, {}).items()
+                found[name] = {step: value for step, value in older if step <= past.first} | dict(points)
         for summary in sorted((save.summary for save in self.saves), key=lambda summary: summary.sequence):
-            for name, value in summary.metrics.items():
-                found.setdefault(name, {})[summary.step] = value
+            for name in summary.metrics.keys() - {name for past in self.attempts for name in past.metrics}:
+                found.setdefault(name, {})[summary.step] = summary.metrics[name]
         return {name: sorted(points.items()) for name, points in found.items()}
+
+    @property
+    def usable(self) -> Save | None:
+        """The newest checkpoint with which nothing is wrong."""
+        return next((save for save in reversed(self.present) if save.is_sound), None)
+
+    @cached_property
+    def goodput(self) -> Goodput | None:
+        """Where the time went; None if the history has no attempts."""
+        return Goodput.of([past for past in self.attempts if past.seconds])
+
+    @cached_property
+    def told(self) -> list[Attempt]:
+        """The attempts, with what each cost."""
+        lost = lost_steps(self.attempts)
+        return [Attempt(past, lost[n], n + 1 == len(lost)) for n, past in enumerate(self.attempts)]
 
     @property
     def problems(self) -> list[tuple[str, str, str]]:
@@ -129,7 +155,9 @@ def gather(root: str | os.PathLike[str], options: Mapping[str, Any] | None = Non
     saves.sort(key=lambda save: (save.summary.sequence, save.summary.created))
     lacking = (checkpoint.name for checkpoint in reversed(found.checkpoints) if checkpoint.summary is None)
     unread = tuple(Unread(name, conditions[name].state.lower(), conditions[name].problems[0]) for name in lacking)
-    return RunFacts(storage.url, tuple(saves), unread, manifests[-1], history.left_out)
+    known = history.attempts
+    before = [save for save in saves if not any(0 < past.since <= save.summary.sequence for past in known)]
+    return RunFacts(storage.url, tuple(saves), unread, manifests[-1], history.left_out, [*by_saves(before), *known])
 
 
 def _save(past: PastSave, is_now: Condition, shared: int | None = None) -> Save:
@@ -199,69 +227,115 @@ def guessed_mode(name: str) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Load:
-    """What an attempt began with, and the newer checkpoints that it passed over, with the reasons.
-
-    `is_recorded`: the manifest says so. Otherwise it was concluded from the checkpoint's parent alone.
-    """
-
-    name: str
-    step: int
-    found_in: str = "root"
-    passed_over: Mapping[str, str] = field(default_factory=dict)
-    more: int = 0  # that were passed over, and are not named
-    is_recorded: bool = True
-    id: str = ""
-
-    @property
-    def reasons(self) -> list[str]:
-        """What was passed over and why, each as a sentence that begins with the name."""
-        return [why if why.startswith(name) else f"{name}: {why}" for name, why in self.passed_over.items()]
-
-
-@dataclass
-class Attempt:
-    """Saves of one process after the other, from a load to the next. Without a load it began afresh."""
-
-    load: Load | None
-    saves: list[Save]
-
-    @property
-    def is_fallback(self) -> bool:
-        return self.load is not None and bool(self.load.passed_over)
-
-
-def attempts(saves: Sequence[Save]) -> list[Attempt]:
-    """The attempts of all runs in a root, oldest first. One that saved nothing has left no trace."""
-    by_id = {save.summary.id: save for save in saves}
-    found: list[Attempt] = []
-    for before, save in pairwise([None, *saves]):
-        assert save is not None
-        load = _load(before, save, by_id)
-        if before is None or load is not None or before.summary.run != save.summary.run:
-            found.append(Attempt(load, []))
-        found[-1].saves.append(save)
+def by_saves(saves: Sequence[Save]) -> list[PastAttempt]:
+    """Attempts as manifests tell of them, where no history does: the saves from one load to the next."""
+    found: list[PastAttempt] = []
+    for save in saves:
+        summary = save.summary
+        if save.resumed or not found or found[-1].run != summary.run:
+            begun = {"since": summary.sequence, "first": save.resumed.get("step", 0), "resumed": save.resumed}
+            found.append(PastAttempt(summary.id, summary.run, summary.created, **begun, writer=()))
+        found[-1] = replace(found[-1], last=summary.step)
     return found
 
 
-def _load(before: Save | None, save: Save, by_id: Mapping[str, Save]) -> Load | None:
-    if save.resumed:
-        said = save.resumed
-        skipped, more = said["passed_over"], said.get("more", 0)
-        return Load(said["name"], said["step"], said["found_in"], skipped, more, id=said["id"])
-    parent = by_id.get(save.summary.parent or "")
-    if before is None or parent is None or parent is before or parent.summary.sequence > before.summary.sequence:
-        return None
-    return Load(parent.name, parent.step, is_recorded=False, id=parent.summary.id)
+@dataclass(frozen=True)
+class Attempt:
+    """One process of the run. `lost`: its steps that had to be made again."""
+
+    past: PastAttempt
+    lost: int
+    is_last: bool
+
+    @property
+    def was_killed(self) -> bool:
+        """The root has one writer at a time: an attempt before the last that has told no end can't be running."""
+        return not self.past.ended and bool(self.past.seconds) and (not self.is_last or self.past.is_running is False)
+
+    @property
+    def end(self) -> str:
+        """How it ended."""
+        past = self.past
+        if past.ended:
+            return {"stopped": f"stopped by {past.reason}", "failed": f"failed: {past.reason}"}.get(
+                past.ended, past.ended
+            )
+        if self.was_killed:
+            return "killed"
+        return "not known" if not past.seconds else "running" if past.is_running else "running elsewhere, or killed"
+
+    @property
+    def cost(self) -> str:
+        """Of an attempt that was killed, nobody knows how many steps it made after its last save."""
+        steps = _steps(self.lost) if self.lost else "none"
+        if not self.was_killed and self.past.seconds:
+            return steps
+        return f"{steps} or more" if self.lost else "not known"
+
+    @property
+    def began_from(self) -> str:
+        resumed = self.past.resumed
+        if not resumed:
+            return "scratch"
+        return resumed["name"] + ("" if resumed["found_in"] == "root" else f", found in the {resumed['found_in']}")
+
+    @property
+    def passed_over(self) -> list[str]:
+        """The newer checkpoints that its load skipped, and why, each as a sentence that begins with the name."""
+        skipped, more = self.past.resumed.get("passed_over", {}), self.past.resumed.get("more", 0)
+        reasons = [why if why.startswith(name) else f"{name}: {why}" for name, why in skipped.items()]
+        return [*reasons, *([f"and {more:,} more"] if more else [])]
 
 
-def restarts(found: Sequence[Attempt]) -> list[Attempt]:
-    """The attempts that continued from a checkpoint."""
-    return [attempt for attempt in found if attempt.load is not None]
+def _steps(count: int) -> str:
+    return f"{count:,} step{'' if count == 1 else 's'}"
 
 
-def went_back(saves: Sequence[Save]) -> list[tuple[Save, Save]]:
-    """Pairs of present saves in which the later has the lower step: the steps between were trained twice."""
-    here = [save for save in saves if save.is_here]
-    return [(before, save) for before, save in pairwise(here) if save.step < before.step]
+def verdict(facts: RunFacts) -> tuple[bool, str]:
+    """Whether the run is healthy, and why, in one sentence: what is worst."""
+    last, usable = facts.told[-1], facts.usable
+    at = last.past.last
+    wrong = [(name, why) for name, state, why in facts.problems if state != UNCOMMITTED]  # a kill leaves those
+    restart = "no checkpoint is left to restart from"
+    if usable is not None:
+        lost = f", {_steps(at - usable.step)} earlier" if at > usable.step else ""
+        restart = f"a restart begins at {usable.name}{lost}"
+    if wrong:
+        more = f", and {len(wrong) - 1:,} more can't either" if len(wrong) > 1 else ""
+        return False, f"Damaged: {wrong[0][0]} can't be used ({wrong[0][1].rstrip('.')}){more}; {restart}."
+    for name, points in facts.curves.items():
+        odd = list(takewhile(lambda point: not math.isfinite(point[1]), reversed(points)))
+        if odd:
+            return False, f"Diverged: {name} has been {odd[-1][1]} since step {odd[-1][0]:,}; {restart}."
+    if last.was_killed or last.past.ended == "failed":
+        why = f": {last.past.reason.rstrip('.')}" if last.past.ended else " or later, without a word"
+        return False, f"{last.end.partition(':')[0].capitalize()} after step {at:,}{why}; {restart}."
+    sure = "" if last.past.ended or last.past.is_running else " as far as is known"
+    here = len(facts.present)
+    found = f"all {here:,} checkpoints are" if here > 1 else "its checkpoint is"
+    return True, f"Healthy{sure}: {last.end}, at step {at:,}; {found} complete, by the sizes of files."
+
+
+def to_json(facts: RunFacts, modes: Mapping[str, str]) -> dict[str, Any]:
+    """What matters most, for programs."""
+    healthy, why = verdict(facts)
+    spent, metrics = facts.goodput, {}
+    for name, points in facts.curves.items():
+        best = best_of(name, points, modes)
+        (step, value), more = points[-1], {"best": best.value, "best_step": best.step} if best else {}
+        metrics[name] = {"step": step, "last": value if math.isfinite(value) else str(value), **more}
+    return {
+        "root": facts.url,
+        "healthy": healthy,
+        "health": why,
+        "goodput": {"share": spent.share, "seconds": spent.seconds, **asdict(spent)} if spent else None,
+        "attempts": [
+            {
+                "run": one.past.run, "began": one.past.began, "from": one.past.resumed.get("name"),
+                "passed_over": one.passed_over, "first": one.past.first, "last": one.past.last, "ended": one.end,
+                "lost_steps": one.lost, "seconds": dict(one.past.seconds),
+            }
+            for one in facts.told
+        ],
+        "metrics": metrics,
+    }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The report of a run as a page: sections of tables, lists and curves, as Markdown or as one HTML file.
+"""The report of a run, or of several side by side: tables, lists and curves, as one HTML file, Markdown, or text.
 
 The HTML has no script and loads nothing from the network; curves are SVG inside it. Whatever comes from files passes
 through `text` or `markdown`: a name can never be markup or script.
@@ -13,28 +13,21 @@ from datetime import datetime, timezone
 from html import escape
 
 from ckpt.shown import markdown, shown
-from ckpt.tools.report.facts import (
-    Attempt,
-    Best,
-    RunFacts,
-    Save,
-    attempts,
-    best_of,
-    memory_spent,
-    restarts,
-    waits,
-    went_back,
-)
-from ckpt.util.console import format_duration, format_number, format_size, utc_now
-from ckpt.util.svg_plot import HEIGHT, THEMED, Mark, Points, document, line_panel
+from ckpt.tools.report.facts import Best, RunFacts, Save, best_of, memory_spent, verdict, waits
+from ckpt.util.console import format_duration, format_number, format_size, format_table, utc_now
+from ckpt.util.svg_plot import HEIGHT, THEMED, Mark, Points, document, line_panel, stacked_bar
 from ckpt.version import __version__
 
+HTML, MARKDOWN, TEXT = "html", "md", "text"
+MOST_RUNS = len(THEMED.lines)  # side by side
 _UNKNOWN = "-"
 _LEVELS = "▁▂▃▄▅▆▇█"
 _MAX_POINTS = 60  # of a curve of characters
-_PANEL = 380  # as wide as a phone, so that its letters are not shrunk there
+_PANEL = 334  # as wide as a phone, so that its letters are not shrunk there
 _MOST_METRIC_COLUMNS = 6
 _METRICS = ("metric", "by step", "first", "last", "lowest", "highest", "best")
+_ATTEMPTS = ("attempt", "began (UTC)", "from", "steps", "lasted", "ended", "cost")
+_RUNS = ("run", "step", "attempts", "goodput", "wall time", "checkpoints", "health")
 _CHECKPOINTS = ("name", "state", "step", "saved (UTC)", "size", "shared", "training waited", "durable after", "ranks")
 
 
@@ -66,37 +59,132 @@ class Lines:
 
 @dataclass(frozen=True)
 class Curve:
-    """Values by step, drawn in HTML alone: tables have them too."""
+    """Values by step, of one run or by the names of several, drawn in HTML alone: tables have them too."""
 
     name: str
-    points: Points
+    curves: Mapping[str, Points]
     best: Best | None = None
 
 
-Block = Table | Lines | Curve
+@dataclass(frozen=True)
+class Bar:
+    """The parts of a whole, side by side. The table after it has them too, each of the kind of its colour."""
+
+    parts: Sequence[tuple[str, float]]
 
 
-def page(facts: RunFacts, modes: Mapping[str, str], *, as_html: bool) -> str:
-    """The page. `modes`: "min" or "max" by metric."""
-    sections = [(title, blocks) for title, blocks in _sections(facts, modes) if blocks]
-    return _html(facts.url, sections) if as_html else _markdown(facts.url, sections)
+Block = Cell | Table | Lines | Curve | Bar
+Sections = Iterable[tuple[str, Sequence[Block]]]
 
 
-def _sections(facts: RunFacts, modes: Mapping[str, str]) -> Iterator[tuple[str, list[Block]]]:
-    best = {name: best_of(name, points, modes) for name, points in facts.curves.items()}
-    found = attempts(facts.saves)
-    yield "", [Table(("", ""), list(_summary(facts, found)))]
-    curves = [Curve(name, points, best[name]) for name, points in facts.curves.items()]
-    yield "Metrics", [Table(_METRICS, [_metric_row(curve) for curve in curves]), *curves] if curves else []
+def page(runs: Sequence[RunFacts], modes: Mapping[str, str], kind: str) -> str:
+    """The report of a run, or of several side by side, as HTML or Markdown; or what matters most of it, as text.
+
+    `modes`: "min" or "max" by metric.
+    """
+    if len(runs) > 1:
+        found = _side_by_side(runs, modes)
+    else:
+        found = _brief(runs[0], modes) if kind == TEXT else _sections(runs[0], modes, kind)
+    sections = [(title, blocks) for title, blocks in found if blocks]
+    urls = [run.url for run in runs]
+    if kind == TEXT:
+        return "\n\n".join("\n".join(filter(None, map(_text_block, blocks))) for _, blocks in sections) + "\n"
+    return _html(urls, sections) if kind == HTML else _markdown(urls, sections)
+
+
+def _sections(facts: RunFacts, modes: Mapping[str, str], kind: str) -> Sections:
+    yield "", [_health_of(facts), Table(("", ""), list(_summary(facts)))]
+    yield "Goodput", _goodput(facts)
+    yield "Attempts", _attempts(facts)
+    curves = [Curve(name, {"": points}, best_of(name, points, modes)) for name, points in facts.curves.items()]
+    yield "Metrics", [*_metrics(facts, modes, drawn=kind == HTML), *curves]
     waited = [(save.step, save.waited) for save in facts.saves if save.waited is not None]
     sizes = [(save.step, save.summary.size / 1e6) for save in facts.saves]
-    yield "Saves", [Curve("training waited, in s", waited), Curve("size, in MB", sizes)] if waited else []
-    yield "Restarts", [Lines([_attempt_lines(attempt, number) for number, attempt in enumerate(found)])]
-    yield "Health", _health(facts)
-    yield "Checkpoints", [_checkpoints(facts, best)]
+    drawn = [Curve("training waited, in s", {"": waited}), Curve("size, in MB", {"": sizes})]
+    yield "Saves", drawn if waited else []
+    yield "Health", _problems(facts)
+    yield "Checkpoints", [_checkpoints(facts, modes)]
 
 
-def _summary(facts: RunFacts, found: Sequence[Attempt]) -> Iterator[Sequence[Cell | str]]:
+def _brief(facts: RunFacts, modes: Mapping[str, str]) -> Sections:
+    yield "", [_health_of(facts), *([Cell(str(facts.goodput))] if facts.goodput else [])]
+    yield "", _attempts(facts)
+    yield "", _metrics(facts, modes, drawn=False)
+
+
+def _side_by_side(runs: Sequence[RunFacts], modes: Mapping[str, str]) -> Sections:
+    rows: list[Sequence[Cell | str]] = []
+    for number, run in enumerate(runs):
+        spent = run.goodput
+        shares = [f"{spent.share:.1%}", format_duration(spent.seconds)] if spent else [_UNKNOWN] * 2
+        counts = [f"{run.told[-1].past.last:,}", f"{len(run.told):,}", *shares, f"{len(run.present):,}"]
+        rows.append([Cell(run.url, kind=f"part{number} name"), *counts, _health_of(run)])
+    yield "", [Table(_RUNS, rows)]
+    curves = [run.curves for run in runs]
+    names = list(dict.fromkeys(name for found in curves for name in found))
+    values = [[name, *(_last_and_best(name, found.get(name, []), modes) for found in curves)] for name in names]
+    heads = [run.url for run in runs]
+    drawn = [
+        Curve(name, {url: found.get(name, []) for url, found in zip(heads, curves, strict=True)}) for name in names
+    ]
+    yield "Metrics", [Table(("metric", *heads), values), *drawn] if names else []
+
+
+def _last_and_best(name: str, points: Points, modes: Mapping[str, str]) -> str:
+    if not points:
+        return _UNKNOWN
+    best = best_of(name, points, modes)
+    return format_number(points[-1][1]) + (f"; best {_best(best)}" if best else "")
+
+
+def _best(best: Best) -> str:
+    return f"{format_number(best.value)} at step {best.step:,}"
+
+
+def _health_of(facts: RunFacts) -> Cell:
+    healthy, why = verdict(facts)
+    return Cell(why, kind="good wide" if healthy else "bad wide")
+
+
+def _goodput(facts: RunFacts) -> list[Block]:
+    if (spent := facts.goodput) is None:
+        return []
+    rows = [
+        (
+            Cell(label, kind=f"part{number}"),
+            f"{seconds / (spent.seconds or 1):.1%}",
+            Cell(format_duration(seconds), seconds),
+        )
+        for number, (label, seconds) in enumerate(spent.parts)
+    ]
+    least = "At least " if any(attempt.was_killed for attempt in facts.told) else ""
+    said = f"{least}{spent.share:.1%} of {format_duration(spent.seconds)} went to steps that count."
+    return [Cell(said), Bar(spent.parts), Table(("time went to", "share", "time"), rows)]
+
+
+def _attempts(facts: RunFacts) -> list[Block]:
+    rows: list[Sequence[Cell | str]] = []
+    for number, attempt in enumerate(facts.told, 1):
+        past = attempt.past
+        lasted = format_duration(past.seconds["total"]) if "total" in past.seconds else _UNKNOWN
+        lasted += " or more" if attempt.was_killed else ""
+        kind = "bad wide" if attempt.was_killed or past.ended == "failed" else ""
+        began, start = Cell(_minute(past.began), past.began, "line"), Cell(attempt.began_from, kind="name")
+        steps, end = Cell(f"{past.first:,} to {past.last:,}", kind="line"), Cell(attempt.end, kind=kind)
+        rows.append((str(number), began, start, steps, lasted, end, attempt.cost))
+    told = enumerate(facts.told, 1)
+    skipped = [(f"attempt {number} passed over:", found.passed_over) for number, found in told if found.passed_over]
+    return [Table(_ATTEMPTS, rows), *([Lines(skipped)] if skipped else [])]
+
+
+def _metrics(facts: RunFacts, modes: Mapping[str, str], *, drawn: bool) -> list[Block]:
+    """`drawn`: there are curves below, and none are needed in the table."""
+    rows = [_metric_row(name, points, best_of(name, points, modes), drawn) for name, points in facts.curves.items()]
+    return [Table([name for name in _METRICS if name != "by step" or not drawn], rows)] if rows else []
+
+
+def _summary(facts: RunFacts) -> Iterator[Sequence[Cell | str]]:
     first, last, newest = facts.saves[0].summary, facts.saves[-1].summary, facts.newest
     span = (datetime.fromisoformat(last.created) - datetime.fromisoformat(first.created)).total_seconds()
     waited, durable = (found or [0.0] for found in waits(facts.saves))
@@ -112,12 +200,6 @@ def _summary(facts: RunFacts, found: Sequence[Attempt]) -> Iterator[Sequence[Cel
     spent = memory_spent(facts.saves)
     if spent.taken or spent.skipped:
         yield "memory", str(spent).removeprefix("memory: ")
-    again = restarts(found)
-    fallbacks = sum(attempt.is_fallback for attempt in again)
-    yield "restarts", f"{len(again)}" + (f", {fallbacks} passed over a checkpoint" if fallbacks else "")
-    wrong = len(facts.problems)
-    health = f"{wrong:,} with problems" if wrong else "complete"
-    yield "health", Cell(f"{health}, by the sizes of files", kind="bad" if wrong else "")
     ranks = f"{newest.world_size} ranks" if newest.world_size > 1 else "one process"
     yield "saved by", ", ".join(filter(None, [ranks, f"{newest.layout} layout", newest.hardware]))
     if newest.origin:
@@ -125,13 +207,12 @@ def _summary(facts: RunFacts, found: Sequence[Attempt]) -> Iterator[Sequence[Cel
     yield "versions", ", ".join(f"{name} {version}" for name, version in newest.versions.items())
 
 
-def _metric_row(curve: Curve) -> Sequence[Cell | str]:
-    values = [value for _, value in curve.points]
+def _metric_row(name: str, points: Points, best: Best | None, drawn: bool) -> Sequence[Cell | str]:
+    values = [value for _, value in points]
     finite = [value for value in values if math.isfinite(value)] or [math.nan]
     ends = [_metric(value) for value in (values[0], values[-1], min(finite), max(finite))]
-    best = curve.best
-    said = f"{format_number(best.value)} at step {best.step:,}" if best else _UNKNOWN
-    return curve.name, sparkline(values), *ends, Cell(said, kind="best" if best else "")
+    curve = [] if drawn else [sparkline(values)]
+    return name, *curve, *ends, Cell(_best(best) if best else _UNKNOWN, kind="best" if best else "")
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -148,21 +229,7 @@ def sparkline(values: Sequence[float]) -> str:
     )
 
 
-def _attempt_lines(attempt: Attempt, number: int) -> tuple[str, list[str]]:
-    """An attempt in a sentence, and what it passed over."""
-    saves, load = attempt.saves, attempt.load
-    saved = " to ".join(dict.fromkeys(saves[end].name for end in (0, -1)))
-    if load is None:
-        return f"{'began again' if number else 'began'}: saved {saved}", []
-    where = "" if load.found_in == "root" else f", found in the {load.found_in}"
-    how = "" if load.is_recorded else " (as its parent says)"
-    title = f"restart {number}" if number else "continued"
-    more = [f"and {load.more:,} more"] if load.more else []
-    skipped = [f"passed over: {why}" for why in load.reasons]
-    return f"{title}: from {load.name} (step {load.step:,}{where}){how}, saved {saved}", skipped + more
-
-
-def _health(facts: RunFacts) -> list[Block]:
+def _problems(facts: RunFacts) -> list[Block]:
     problems = [(name, Cell(state, kind="bad"), why) for name, state, why in facts.problems]
     blocks: list[Block] = [Table(("checkpoint", "state", "problem"), problems)] if problems else []
     remarks = list(_remarks(facts))
@@ -178,14 +245,16 @@ def _remarks(facts: RunFacts) -> Iterator[str]:
         if odd:
             few = ", ".join(odd[:8]) + (f" and {len(odd) - 8} more" if len(odd) > 8 else "")
             yield f"{name} is not finite at step {few}"
-    for before, save in went_back(facts.saves):
-        yield f"{save.name} came after {before.name}: the steps between were trained twice"
     if facts.forgotten:
         yield f"{facts.forgotten:,} older saves are no longer known"
 
 
-def _checkpoints(facts: RunFacts, best: Mapping[str, Best | None]) -> Table:
-    names = list(facts.curves)
+def _checkpoints(facts: RunFacts, modes: Mapping[str, str]) -> Table:
+    by_name: dict[str, list[tuple[int, float]]] = {}
+    for save in facts.saves:
+        for name, value in save.summary.metrics.items():
+            by_name.setdefault(name, []).append((save.step, value))
+    names, best = list(by_name), {name: best_of(name, points, modes) for name, points in by_name.items()}
     split = names if len(names) <= _MOST_METRIC_COLUMNS else []
     columns = [*_CHECKPOINTS, *(split or (["metrics"] if names else []))]
     rows = [_row(save, split, bool(names), best) for save in reversed(facts.saves)]
@@ -234,15 +303,17 @@ def _metric(value: float) -> Cell:
 # -- Markdown ---------------------------------------------------------------------------------------------------------
 
 
-def _markdown(url: str, sections: Iterable[tuple[str, list[Block]]]) -> str:
-    parts = [f"# {markdown(url)}"]
+def _markdown(urls: Sequence[str], sections: Sections) -> str:
+    parts = [f"# {markdown(', '.join(urls))}"]
     for title, blocks in sections:
-        said = [_markdown_block(block) for block in blocks if not isinstance(block, Curve)]
+        said = [_markdown_block(block) for block in blocks if not isinstance(block, Curve | Bar)]
         parts += [f"## {title}" if title and said else "", *said]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _markdown_block(block: Table | Lines) -> str:
+def _markdown_block(block: Cell | Table | Lines) -> str:
+    if isinstance(block, Cell):
+        return markdown(block.said)
     if isinstance(block, Lines):
         lines = ((f"- {markdown(line)}", *(f"  - {markdown(more)}" for more in below)) for line, below in block.lines)
         return "\n".join(line for some in lines for line in some)
@@ -255,26 +326,43 @@ def _cell(cell: Cell | str) -> Cell:
     return cell if isinstance(cell, Cell) else Cell(cell)
 
 
+def _text_block(block: Block) -> str:
+    """For a terminal: curves and bars are not drawn."""
+    if isinstance(block, Cell):
+        return shown(block.said)
+    if isinstance(block, Lines):
+        return "\n".join(shown(" ".join([line, "; ".join(below)]).strip()) for line, below in block.lines)
+    if not isinstance(block, Table):
+        return ""
+    rows = [[_cell(cell).said for cell in row] for row in block.rows]
+    return "\n".join(format_table(block.columns, rows))
+
+
 # -- HTML -------------------------------------------------------------------------------------------------------------
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _STYLE = """
 :root{color-scheme:light dark;--page:#f5f6f8;--surface:#fff;--ink:#1b2230;--muted:#5a6473;--grid:#e2e6eb;
---line:#2a5fae;--second:#b4490f;--third:#79b39c;--bad:#b3261e}
+--line:#2a5fae;--second:#c4571a;--third:#4c9a78;--fourth:#8a5fb5;--fifth:#a3acb8;--sixth:#a87b00;
+--bad:#b3261e;--good:#1d7a46}
 @media (prefers-color-scheme:dark){:root{--page:#11141a;--surface:#191e26;--ink:#e5e8ed;--muted:#9ca6b4;
---grid:#2d3540;--line:#79a8ee;--second:#ef9a5b;--third:#3d8069;--bad:#ff9089}}
+--grid:#2d3540;--line:#79a8ee;--second:#ef9a5b;--third:#58a986;--fourth:#b794e6;--fifth:#5f6976;--sixth:#d8b43c;
+--bad:#ff9089;--good:#6fd39b}}
 body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
 main{max-width:66rem;margin:0 auto;padding:1.5rem 1rem 3rem}
-h1,td,li{overflow-wrap:anywhere}h1{font-size:1.5rem}h2{font-size:1.1rem}footer,.gone{color:var(--muted)}
+h1,p,li{overflow-wrap:anywhere}td{overflow-wrap:break-word;max-width:24rem}
+td:nth-child(2):last-child{overflow-wrap:anywhere;max-width:none}
+h1{font-size:1.5rem}h2{font-size:1.1rem;margin:.2rem 0 .8rem}footer,.gone{color:var(--muted)}
 section{background:var(--surface);border:1px solid var(--grid);border-radius:10px;padding:1rem;margin:1rem 0}
-.box{overflow:auto;max-width:100%;max-height:34rem}svg{max-width:100%;height:auto}
+.box{overflow:auto;max-width:100%;max-height:34rem}svg{max-width:100%;height:auto;margin-top:.8rem}
 table{border-collapse:collapse;font-size:.88rem;font-variant-numeric:tabular-nums}
 th,td{padding:.35rem .7rem;text-align:left;vertical-align:top;border-bottom:1px solid var(--grid);min-width:4rem}
 th{color:var(--muted);background:var(--surface);position:sticky;top:0}
-.bad{color:var(--bad);font-weight:600}.best{color:var(--second);font-weight:600}
-
+.bad{color:var(--bad);font-weight:600}.best{color:var(--second);font-weight:600}.good{color:var(--good)}
+p{margin:0 0 .8rem}p.good,p.bad{font-size:1.05rem}.bar{width:100%;height:1.5rem;border-radius:5px;margin:0 0 .5rem}
+.line{white-space:nowrap}.name{min-width:9rem}.wide{min-width:16rem}
 @media print{.box{overflow:visible;max-height:none}section{border:none;padding:0}}
-"""
+""" + "".join(f'.part{n}::before{{content:"■\xa0";color:{colour}}}' for n, colour in enumerate(THEMED.lines))
 
 
 def text(content: object) -> str:
@@ -282,8 +370,8 @@ def text(content: object) -> str:
     return escape(shown(str(content)))
 
 
-def _html(url: str, sections: Iterable[tuple[str, list[Block]]]) -> str:
-    title = url.rstrip("/").rpartition("/")[2] or url
+def _html(urls: Sequence[str], sections: Sections) -> str:
+    title = " and ".join(url.rstrip("/").rpartition("/")[2] or url for url in urls)
     body = (
         "\n".join(["<section>", f"<h2>{text(title)}</h2>" if title else "", *map(_html_block, blocks), "</section>"])
         for title, blocks in sections
@@ -298,7 +386,7 @@ def _html(url: str, sections: Iterable[tuple[str, list[Block]]]) -> str:
             f"<title>{text(title)}: report of a run</title>",
             f"<style>{_STYLE}</style></head><body><main>",
             f"<h1>{text(title)}</h1>",
-            f'<p class="gone">{text(url)}</p>',
+            f'<p class="gone">{text(", ".join(urls))}</p>',
             *body,
             f"<footer>Made by ckpt {text(__version__)}, {text(utc_now())}</footer>",
             "</main></body></html>",
@@ -308,10 +396,15 @@ def _html(url: str, sections: Iterable[tuple[str, list[Block]]]) -> str:
 
 
 def _html_block(block: Block) -> str:
+    if isinstance(block, Cell):
+        return f'<p class="{block.kind}">{text(block.said)}</p>'
+    if isinstance(block, Bar):
+        whole = {"class": "bar", "preserveAspectRatio": "none"}
+        return document(stacked_bar(block.parts, THEMED, 1000, 20), 1000, 20, THEMED, "where the time went", **whole)
     if isinstance(block, Curve):
         best = block.best
-        mark = Mark(best.step, best.value, f"best (the {best.how}): {format_number(best.value)}") if best else None
-        drawn = line_panel(block.name, block.points, THEMED, mark, width=_PANEL)
+        mark = Mark(best.step, best.value, f"{best.how} {format_number(best.value)}") if best else None
+        drawn = line_panel(block.name, block.curves, THEMED, mark, width=_PANEL)
         return document(drawn, _PANEL, HEIGHT, THEMED, f"{block.name} by step")
     if isinstance(block, Lines):
         items = (
