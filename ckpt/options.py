@@ -19,24 +19,26 @@ from ckpt.save.finite_guard import ON_NAN
 from ckpt.storage import Staging, Storage
 from ckpt.storage.urls import is_storage
 from ckpt.util.option_values import (
-    Duration,
+    AUTO,
     Flag,
     Maybe,
     Must,
     Options,
+    Period,
     Seconds,
     Settings,
     Size,
     Steps,
     is_count,
     is_kind,
+    is_number,
     is_one_of,
     is_path,
+    is_period,
     is_rate,
     names_of,
     objects_in,
     one_of,
-    parse_duration,
     parse_size,
     refuse,
     refuse_unknown,
@@ -66,29 +68,37 @@ Place = Annotated[str | os.PathLike[str] | Storage, Must(_is_place, "a path, a U
 
 @dataclass(frozen=True, kw_only=True)
 class Every(Options):
-    """Set when ckpt saves. `save_every=500` and `save_every="10min"` are short forms of the first two options.
+    """Set when ckpt saves. `save_every=500`, `"10min"` and `"auto"` are short forms of the first two options.
 
         StateManager("runs/x", save_every=ckpt.Every(steps=500, epoch_end=True, exception=True), ...)
 
     Args:
         steps: Save every this many steps.
         time: Save when this much time has passed since the last save or load, by rank 0's clock: `"10min"`, `"90s"` or
-            `"1h30min"`. All ranks save after the same step.
+            `"1h30min"`. All ranks save after the same step. With `"auto"`, rank 0 chooses the time that loses least, by
+            what saves cost this run and how often it fails.
         epoch_end: Save at the end of every epoch of `epochs`.
         exception: When an exception leaves the `with` block, save the last complete step, if nothing has changed since
             on any rank; otherwise ckpt logs why not. Costs the time to capture the state, after every step.
+        failures_per_node_day: For `time="auto"`: how often a node fails in a day, until the run has seen enough
+            failures of its own. None: `CKPT_FAILURES_PER_NODE_DAY`, else 0.0065, which is published.
     """
 
     steps: Steps | None = None
-    time: Duration | None = None
+    time: Period | None = None
     epoch_end: Flag = False
     exception: Flag = False
+    failures_per_node_day: Annotated[float, Must(is_number, "a number above 0")] | None = None
 
     @classmethod
     def of(cls, value: Any) -> Any:
         if is_count(value):
             return cls(steps=value)
-        return cls(time=value) if parse_duration(value) is not None else value
+        return cls(time=value) if is_period(value) else value
+
+    def contradictions(self, wrong: Collection[str]) -> list[str]:
+        is_vain = self.failures_per_node_day is not None and self.time != AUTO and not wrong
+        return ["failures_per_node_day= changes nothing without time='auto'"] if is_vain else []
 
     @property
     def period(self) -> int | str | None:
@@ -310,7 +320,7 @@ class ManagerOptions(Options):
     called = "StateManager"
 
     root: Place | None = None
-    save_every: Annotated[Every, _a(Every, f"{_STEPS}, a time, as '10min', '90s' or '2h'")] = Every()
+    save_every: Annotated[Every, _a(Every, f"{_STEPS}, a time, as '10min', '90s' or '2h', 'auto'")] = Every()
     keep: _Keep | None = None
     mirror: Annotated[Mirror, _a(Mirror, "a path, a URL, a storage")] | None = None
     storage_options: Settings | None = field(default=None, repr=False)

@@ -25,11 +25,12 @@ from ckpt.memory.session_tier import (
     note_load,
     without_this_save,
 )
-from ckpt.options import ManagerOptions, RankOptions
+from ckpt.options import Every, ManagerOptions, RankOptions
 from ckpt.ranks.consensus import MAIN, Ranks
 from ckpt.ranks.find import find_ranks
-from ckpt.ranks.hosts import Hosts, find_hosts, may_have_separate_roots
+from ckpt.ranks.hosts import Hosts, count_hosts, find_hosts, may_have_separate_roots
 from ckpt.ranks.schedule_and_signals import Preemption, SaveSchedule
+from ckpt.root.catalog import History
 from ckpt.root.mirror import Copies, MirrorPatience, MirrorWorker
 from ckpt.root.open import refuse_checkpoint, try_out_tiers
 from ckpt.root.retention import Keep
@@ -38,7 +39,7 @@ from ckpt.save.capture import LiveState, StateCapture
 from ckpt.save.finite_guard import FiniteGuard
 from ckpt.save.last_boundary import LastBoundary
 from ckpt.save.root_writer import AttemptLog, RootWriter, device_name, versions
-from ckpt.save.saver import Saver
+from ckpt.save.saver import Saver, SaveReport
 from ckpt.save.snapshot.snapshots import Snapshots
 from ckpt.save.transaction import SaveRequest
 from ckpt.state import rng
@@ -48,11 +49,13 @@ from ckpt.state.unmanaged import UnmanagedWatch
 from ckpt.state.unwrap import walked_once
 from ckpt.storage import MemoryStorage, Storage, place_of
 from ckpt.util.console import say
+from ckpt.util.option_values import AUTO
 
 if TYPE_CHECKING:
     from ckpt.export.card import Training
     from ckpt.export.push import Pusher
     from ckpt.memory.tier import MemoryTier
+    from ckpt.save.cadence import Cadence
 
 
 def meet_ranks(options: RankOptions, tiers: tuple[Storage, ...], patience: MirrorPatience) -> tuple[Ranks, Hosts]:
@@ -168,21 +171,47 @@ class RunState:
             return capture.capture(self.registry.parts.values(), own, rank_state | self.registry.values.to_save())
 
 
+def cadence_of(when: Every, saver: Saver, state: RunState) -> Cadence:
+    """What chooses the time between saves. On the main rank, it learns of every save, and reads the root's history."""
+    from ckpt.save.cadence import Cadence, Failures, Past  # a run that sets the time loads none of it
+
+    failures = Failures.known(count_hosts(), when.failures_per_node_day)  # refused on every rank alike
+    if state.ranks.rank != MAIN:
+        return Cadence(failures)
+    storage, reference = saver.root.storage, weakref.ref(saver)  # the schedule outlives the manager
+
+    def is_busy() -> bool:
+        return (found := reference()) is not None and found.busy
+
+    cadence = Cadence(failures, lambda: Past.of(History.of(storage)), is_busy, state.attempt.slowed)
+
+    def note(report: SaveReport) -> None:
+        if not report.mirrored:  # a second report of the same save
+            cadence.saved(report.blocked, report.durable)
+
+    saver.reports.callbacks.append(note)
+    return cadence
+
+
 class Due:
     """What the next boundary of the loop is to take, the same on every rank: a save, a snapshot in memory, the stop."""
 
-    def __init__(self, options: ManagerOptions, state: RunState, patience: MirrorPatience) -> None:
+    def __init__(self, options: ManagerOptions, state: RunState, patience: MirrorPatience, saver: Saver) -> None:
         when, ranks = options.save_every, options.ranks
+        self._cadence = cadence_of(when, saver, state) if when.time == AUTO else None
         told = {"sigterm": ranks.handle_sigterm, "sigint": ranks.handle_sigint}
         # after SIGTERM the end does not wait long for a mirror that is away
         self.preemption = Preemption(state.ranks, **told, grace=ranks.grace, on_told=patience.hurry)
-        self.schedule = SaveSchedule(state.ranks, when.steps, when.time, on_sigusr1=ranks.save_on_sigusr1)
+        interval = when.time if self._cadence is None else self._cadence.after_step
+        self.schedule = SaveSchedule(state.ranks, when.steps, interval, on_sigusr1=ranks.save_on_sigusr1)
         self.what: set[str] = set()  # save, snapshot, stop
         self.started = False  # the run has resumed, or begun
         self._state = state
         self._is_boundary_kept = when.exception
 
     def start(self) -> None:
+        if self._cadence is not None and not self.started:
+            self._cadence.begin()
         self.started = True
         self.schedule.restart()
         self.schedule.listen()
@@ -352,7 +381,7 @@ class Session:
         self.registry = build_registry(source, options.saving.gradients, self.loop, self.ranks)
         self.state = RunState(self.ranks, source, self.registry, self.loop)
         writer.attempt = self.state.attempt if self.ranks.rank == MAIN else None
-        self.due = Due(options, self.state, self.patience)
+        self.due = Due(options, self.state, self.patience, self.saver)
         self.loader = self._build_loader(hosts)
         self.saves = Saves(options, self.state, self.saver, self.loader, self.memory, self.due)
         self.registry.refresh()

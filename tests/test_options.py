@@ -30,6 +30,7 @@ NONSENSE: dict[str, Any] = {
     "signing": "run.key",
 }
 NONSENSE_OF_EVERY: dict[str, Any] = {"steps": 0, "time": "soon", "epoch_end": 1, "exception": "yes"}
+NONSENSE_OF_EVERY["failures_per_node_day"] = 0
 NONSENSE_OF_MEMORY: dict[str, Any] = {"every": 0, "replicas": 2}
 NONSENSE_OF_SIGNING: dict[str, Any] = {"key": 5, "verify_key": True, "required": "yes", "head": 5}
 NONSENSE_OF_SAVES: dict[str, Any] = {

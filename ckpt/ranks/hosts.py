@@ -90,8 +90,13 @@ def may_have_separate_roots(storage: Storage, *, shared: bool | None) -> bool:
 
 
 def _several_hosts() -> bool:
+    return count_hosts() > 1
+
+
+def count_hosts() -> int:
+    """The machines of the job, as its launcher says; 1 if it does not."""
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) < world_size
+    return -(-world_size // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
 
 
 class _OpenedRoot(TypedDict):

@@ -281,15 +281,23 @@ class _Grace:
 class SaveSchedule:
     """Says after which steps to save, the same on every rank.
 
-    `steps`, `time`: after how many, and how much, as text. Time is that of rank 0's clock since the last save or load;
-    the other ranks learn of it, and all save after the same step, which is one of the next. `on_sigusr1`: so they do
-    when any of them gets that signal.
+    `steps`, `time`: after how many, and how much, as text, or as a function that rank 0 calls after every step. Time is
+    that of rank 0's clock since the last save or load; the other ranks learn of it, and all save after the same step,
+    which is one of the next. `on_sigusr1`: so they do when any of them gets that signal.
     """
 
-    def __init__(self, ranks: Ranks, steps: int | None, time: str | None = None, *, on_sigusr1: bool = False) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        steps: int | None,
+        time: str | Callable[[], float] | None = None,
+        *,
+        on_sigusr1: bool = False,
+    ) -> None:
         self._main = ranks.rank == MAIN
         self._steps = steps
-        self._seconds = parse_duration(time)
+        seconds = parse_duration(time)
+        self._seconds = time if callable(time) else None if seconds is None else lambda: seconds
         self._common = CommonStep(ranks, "save") if self._seconds is not None or on_sigusr1 else None
         self._signal = SignalListener(signal.SIGUSR1, self._told) if on_sigusr1 else None
         self.restart()
@@ -313,7 +321,7 @@ class SaveSchedule:
         return asked or bool(self._steps and step and step % self._steps == 0)
 
     def _is_asked_for(self, common: CommonStep, step: int) -> bool:
-        if self._main and self._seconds is not None and time.monotonic() - self._since >= self._seconds:
+        if self._main and self._seconds is not None and time.monotonic() - self._since >= self._seconds():
             common.asked = True
         return common.due(step)
 

@@ -885,7 +885,8 @@ class PastAttempt:
         first: The step that it began at.
         last: The last step that it is known to have made.
         redone: Steps that it went back by loads of its own.
-        seconds: `total` so far; of those, `ready` until it could train, `waited` for saves.
+        seconds: `total` so far; of those, `ready` until it could train, `waited` for saves. With
+            `save_every="auto"`, `slowed`: by how much the steps beside each save took longer.
         ended: One of `ENDS`; empty if it has not said so: it is running, or was killed.
         reason: The signal that stopped it, or its exception.
         resumed: What it was loaded from, as the manifest of its first checkpoint has it.

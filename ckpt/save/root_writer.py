@@ -406,6 +406,10 @@ class AttemptLog:
         else:
             self._redone += max(0, before - self.step())
 
+    def slowed(self, seconds: float) -> None:
+        """By so much each save has slowed down the steps beside it."""
+        self._seconds["slowed"] = seconds
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Training waits in this context for a save."""

@@ -204,6 +204,10 @@ def is_size(value: Any) -> bool:
     return is_count(value, 0) or (isinstance(value, str) and (value.strip() == "0" or parse_size(value) is not None))
 
 
+def is_period(value: Any) -> bool:
+    return parse_duration(value) is not None or (isinstance(value, str) and value == AUTO)
+
+
 def is_rate(value: Any) -> bool:
     """Bytes per second, more than none."""
     return is_number(value) or (isinstance(value, str) and parse_size(value) is not None)
@@ -246,6 +250,7 @@ Maybe = Annotated[bool | None, Must(optional(is_kind(bool)), "True, False or Non
 Steps = Annotated[int, Must(is_count, "a number of steps, 1 or more")]
 Seconds = Annotated[float, Must(is_seconds, "a number of seconds, up to ten years")]
 AnySeconds = Annotated[float, Must(lambda value: value == 0 or is_seconds(value), "a number of seconds")]
-Duration = Annotated[str, Must(lambda text: parse_duration(text) is not None, "a time, as '10min', '90s' or '2h'")]
+AUTO = "auto"
+Period = Annotated[str, Must(is_period, "a time, as '10min', '90s' or '2h', or 'auto'")]
 Size = Annotated[int | str, Must(is_size, "a size, as '8GB' or in bytes")]
 Settings = Annotated[Mapping[str, Any], Must(is_settings, "a dict of what the storage of a URL takes", secret=True)]

@@ -11,11 +11,11 @@ import pytest
 
 from ckpt.errors import ConfigError
 from ckpt.util.option_values import (
-    Duration,
     Flag,
     Maybe,
     Must,
     Options,
+    Period,
     Seconds,
     Settings,
     Size,
@@ -99,7 +99,7 @@ def test_an_unknown_option_is_named_with_the_nearest_that_exists() -> None:
 class Everything(Options):
     steps: Steps = 1
     seconds: Seconds | None = None
-    time: Duration = "1s"
+    time: Period = "1s"
     size: Size = 0
     flag: Flag = True
     maybe: Maybe = None
@@ -116,9 +116,9 @@ def test_an_option_object_refuses_nonsense_when_it_is_built_and_all_of_it_at_onc
         Everything(steps=0, seconds=-1, time="soon", size="x", flag=None, maybe=1, settings="pa55", mode="x")  # type: ignore[arg-type]
     assert str(raised.value) == (
         "Everything: steps=0 must be a number of steps, 1 or more; seconds=-1 must be a number of seconds, up to ten "
-        "years; time='soon' must be a time, as '10min', '90s' or '2h'; size='x' must be a size, as '8GB' or in bytes; "
-        "flag=None must be True or False; maybe=1 must be True, False or None; settings=a str must be a dict of what "
-        "the storage of a URL takes; mode='x' must be one of full, sharded."
+        "years; time='soon' must be a time, as '10min', '90s' or '2h', or 'auto'; size='x' must be a size, as '8GB' or "
+        "in bytes; flag=None must be True or False; maybe=1 must be True, False or None; settings=a str must be a "
+        "dict of what the storage of a URL takes; mode='x' must be one of full, sharded."
     )
     with pytest.raises(ConfigError, match=r"^Everything: steps and size may not both be 7\.$"):
         Everything(steps=7, size=7)
