@@ -101,18 +101,23 @@ class Past:
     def of(cls, history: History) -> Past:
         attempts = history.attempts
         slowed = next((one.seconds["slowed"] for one in reversed(attempts) if "slowed" in one.seconds), 0.0)
-        known = (save.seconds for save in history.saves)
-        saves = [(each["blocked"] + slowed, each["total"]) for each in known if {"blocked", "total"} <= each.keys()]
+        known = [each for save in history.saves if (each := save.seconds) and {"blocked", "total"} <= each.keys()]
+        saves = [(_sane(each["blocked"] + slowed), _sane(each["total"])) for each in known[-_LAST:]]
         ready = [one.seconds.get("ready", 0.0) for one in attempts if one.resumed]
         seconds = sum(one.seconds.get("total", 0.0) for one in attempts)
         training = seconds - sum(one.seconds.get("ready", 0.0) + one.seconds.get("waited", 0.0) for one in attempts)
         return cls(
-            tuple(saves[-_LAST:]),
-            seconds,
+            tuple(saves),
+            _sane(seconds),
             sum(map(_is_failure, attempts)),
-            max(0.0, training) / max(1, sum(one.last - one.first + one.redone for one in attempts)),
-            median(ready) if ready else 0.0,
+            _sane(training) / max(1, sum(one.last - one.first + one.redone for one in attempts)),
+            _sane(median(ready)) if ready else 0.0,
         )
+
+
+def _sane(seconds: float) -> float:
+    """What the file of a history says, whoever wrote it: no less than nothing, and no more than ten years."""
+    return min(max(0.0, seconds), 3650 * DAY)
 
 
 def _is_failure(attempt: PastAttempt) -> bool:
