@@ -182,9 +182,10 @@ class LocalLocks:
         """Lock a file, and be sure that it is the one that others would lock."""
         end, pause = time.monotonic() + patience, 0.001
         while True:
+            is_last = time.monotonic() >= end  # who holds it is asked then only: the system lists all locks of all
             try:
                 with no_fork:
-                    held = self._locked(key, file, shared=shared, lasting=lasting)
+                    held = self._locked(key, file, shared=shared, lasting=lasting, tell=is_last)
                     if held is None:
                         return None
                     with _closed_on_error(held.descriptor):
@@ -194,12 +195,12 @@ class LocalLocks:
                         return held
                     close(held.descriptor)  # its previous holder removed it before releasing it
             except LockedError:
-                if time.monotonic() >= end:
+                if is_last:
                     raise
                 time.sleep(pause)
                 pause = min(0.05, 2 * pause)
 
-    def _locked(self, key: str, file: str, *, shared: bool, lasting: bool) -> HeldLock | None:
+    def _locked(self, key: str, file: str, *, shared: bool, lasting: bool, tell: bool) -> HeldLock | None:
         descriptor = self._opened(file, make=not (shared and lasting))
         with _closed_on_error(descriptor):
             try:
@@ -207,7 +208,8 @@ class LocalLocks:
             except OSError as error:
                 if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                     where = "/".join(filter(None, (self._shown, key)))
-                    raise LockedError(f"{where} is held: {_note_in(descriptor) or _holders(descriptor)}") from None
+                    holder = (_note_in(descriptor) or _holders(descriptor)) if tell else "by somebody else."
+                    raise LockedError(f"{where} is held: {holder}") from None
                 if error.errno not in NO_LOCKS:
                     raise
                 _say_once(

@@ -307,15 +307,33 @@ class LocalStorage:
             ) from error
 
     def _name(self, folder: int, temporary: str, key: str, over: str | None) -> None:
-        """Give a file its name if that is still the one of `over`: one at a time."""
+        """Give a file its name if that is still the one of `over`.
+
+        A new file's name is a second link to it, which the kernel makes only where nothing is: a thousand ranks that
+        write their files do not wait for each other. To replace a version, one at a time compares and renames.
+        """
         name = key.rpartition("/")[2]
         if over == ANY:
             os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-            return
-        with self._locks.renaming():
-            if self.version(key) != over:
-                raise changed(f"{self._shown}/{key}")
-            os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+        elif over is not None or not self._name_new(folder, temporary, key):
+            with self._locks.renaming():
+                if self.version(key) != over:
+                    raise changed(f"{self._shown}/{key}")
+                os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+
+    def _name_new(self, folder: int, temporary: str, key: str) -> bool:
+        """Whether the name could be given by a link, and was: not every filesystem has links."""
+        try:
+            os.link(temporary, key.rpartition("/")[2], src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+        except FileExistsError:
+            raise changed(f"{self._shown}/{key}") from None
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return False
+        with suppress(OSError):  # or `sweep` removes it
+            os.unlink(temporary, dir_fd=folder)
+        return True
 
     def _pieces(self, key: str) -> Iterator[bytes]:
         with self._translated_errors("read", key), open(self._tree.open(key), "rb", buffering=0) as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import threading
@@ -117,12 +118,13 @@ def test_a_try_that_failed_does_not_take_what_another_has_written_meanwhile_for_
 @pytest.mark.slow
 def test_a_version_is_compared_and_replaced_only_by_the_process_that_has_the_roots_file_lock(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
-    storage.write("other", [b"x"])
+    storage.write("object", [b"old"])
+    old = storage.version("object")
     lost: list[ckpt.ConflictError] = []
 
     def write() -> None:
         try:
-            storage.write("object", [b"second"], over=None)
+            storage.write("object", [b"second"], over=old)
         except ckpt.ConflictError as error:
             lost.append(error)
 
@@ -135,6 +137,43 @@ def test_a_version_is_compared_and_replaced_only_by_the_process_that_has_the_roo
     second.join(DEADLINE)
     assert len(lost) == 1
     assert storage.read("object") == b"first"
+
+
+def test_new_files_wait_for_nobody_who_compares_and_replaces_nor_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt.storage.local.locks._PATIENCE", 0.0)
+    storage = LocalStorage(tmp_path)
+    with storage._locks.renaming():
+        LocalStorage(tmp_path).write("folder/object", [b"new"], over=None)
+        with LocalStorage(tmp_path).grouped():
+            LocalStorage(tmp_path).write("folder/other", [b"new"], over=None)
+        with pytest.raises(ckpt.ConflictError, match="folder/object is not what it was"):
+            storage.write("folder/object", [b"newer"], over=None)
+    assert storage.read("folder/object") == b"new"
+    assert sorted(path.name for path in (tmp_path / "folder").iterdir()) == ["object", "other"]
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_where_there_are_no_links_a_new_file_is_named_by_one_process_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: bool
+) -> None:
+    def link(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr("os.link", link)
+    monkeypatch.setattr("ckpt.storage.local.locks._PATIENCE", 0.0)
+    storage = LocalStorage(tmp_path)
+    with storage._locks.renaming(), pytest.raises(ckpt.StorageError, match="needs that lock only to rename a file"):
+        LocalStorage(tmp_path).write("object", [b"new"], over=None)
+    if taken:
+        (tmp_path / "object").write_bytes(b"theirs")
+        with pytest.raises(ckpt.ConflictError):
+            storage.write("object", [b"new"], over=None)
+    else:
+        storage.write("object", [b"new"], over=None)
+    assert storage.read("object") == (b"theirs" if taken else b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["object"]
 
 
 @contextmanager

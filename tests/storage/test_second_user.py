@@ -237,14 +237,15 @@ class TestWhoMayOnlyRead:
         (place / "root" / ".renames.ckpt-lock").touch(mode=0o644)  # as somebody may put it there
         (place / "root" / ".step.ckpt-lock").touch(mode=0o644)
         storage = LocalStorage(place / "root")
+        storage.write("a", [b"old"])
         with nobody(LOCK, place / "root" / ".renames.ckpt-lock", place / "root" / ".step.ckpt-lock") as opened:
             assert opened == 2
             with pytest.raises(StorageError, match=r"by process \d+ of user nobody, which runs since 20") as caught:
-                storage.write("a", [b"x"], over=None)
+                storage.write("a", [b"x"], over=storage.version("a"))
             assert not isinstance(caught.value, LockedError)  # nobody takes "a" to be in use
             with pytest.raises(LockedError, match="of user nobody"), storage.lock("step"):
                 pass
-        storage.write("a", [b"x"], over=None)
+        storage.write("a", [b"x"], over=storage.version("a"))
         assert storage.read("a") == b"x"
 
 
