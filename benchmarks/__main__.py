@@ -1,7 +1,7 @@
 """Runs benchmarks, and compares their results.
 
     python -m benchmarks cpu|gpu|memory|merge|s3|s3_clients|sharded [options]  measures ckpt beside other libraries
-    python -m benchmarks commands|listing|mirror_end|plan|scale|scaling [options]  measures ckpt by itself
+    python -m benchmarks commands|listing|mirror_end|plan|ranks|scale|scaling [options]  measures ckpt by itself
     python -m benchmarks against CHECKOUT [options]                          measures this code beside another checkout
     python -m benchmarks cpu|merge|sharded --against CHECKOUT [options]      the same, with the tasks of one benchmark
     python -m benchmarks compare OLD.json NEW.json                           compares two runs, row by row
@@ -25,6 +25,7 @@ MODULES = {
     "merge": "benchmarks.merge",
     "mirror_end": "benchmarks.mirror_end",
     "plan": "benchmarks.plan",
+    "ranks": "benchmarks.ranks",
     "s3": "benchmarks.s3",
     "s3_clients": "benchmarks.s3_clients",
     "scale": "benchmarks.scale",

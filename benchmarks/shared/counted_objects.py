@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import math
+import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote, unquote
 
 from ckpt.errors import AbsentError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, changed
@@ -21,7 +26,7 @@ class CountedObjects:
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
         self.latency = 0.0  # seconds of a request
-        self.content: dict[str, bytes] = {}
+        self.content: MutableMapping[str, bytes] = {}
         self.requests: Counter[str] = Counter()
 
     @property
@@ -98,3 +103,73 @@ class CountedObjects:
             return self.content[key]
         except KeyError:
             raise AbsentError(f"{self.url}/{key} does not exist.") from None
+
+
+class SharedObjects(CountedObjects):
+    """The objects of several processes, in a folder that all of them see. Each process counts its own requests."""
+
+    def __init__(self, prefix: str, folder: Path) -> None:
+        super().__init__(prefix)
+        folder.mkdir(exist_ok=True)
+        self.content = _Files(folder)
+        self._lock = folder.with_suffix(".lock")
+
+    def put(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> str:
+        with self._alone():
+            return super().put(key, pieces, over=over)
+
+    def copy(self, source: str, target: str) -> None:
+        with self._alone():
+            super().copy(source, target)
+
+    def entries(self, prefix: str) -> Iterator[Entry]:
+        with self._alone():
+            return iter(list(super().entries(prefix)))
+
+    def page(self, after: str) -> tuple[list[Entry], bool]:
+        with self._alone():
+            return super().page(after)
+
+    def remove(self, keys: list[str]) -> None:
+        with self._alone():
+            super().remove(keys)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """A server, too, compares a version and replaces it at once."""
+        with open(self._lock, "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+class _Files(MutableMapping[str, bytes]):
+    """Content by key: one file for each."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __getitem__(self, key: str) -> bytes:
+        try:
+            return self._path(key).read_bytes()
+        except FileNotFoundError:
+            raise KeyError(key) from None
+
+    def __setitem__(self, key: str, content: bytes) -> None:
+        temporary = self._folder.with_suffix(f".{os.getpid()}")
+        temporary.write_bytes(content)
+        temporary.rename(self._path(key))
+
+    def __delitem__(self, key: str) -> None:
+        try:
+            self._path(key).unlink()
+        except FileNotFoundError:
+            raise KeyError(key) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([unquote(name) for name in os.listdir(self._folder)])
+
+    def __len__(self) -> int:
+        return len(os.listdir(self._folder))
+
+    def _path(self, key: str) -> Path:
+        return self._folder / quote(key, safe="")

@@ -157,6 +157,7 @@ WAYS: dict[str, Callable[[int], Job]] = {
     "pp": lambda seed: _pipeline(seed, dist.get_world_size(), ScheduleGPipe, apply=_as_it_is),
     "pp2": lambda seed: _pipeline(seed, 2, Schedule1F1B, apply=_as_it_is),
     "pp2-fsdp": lambda seed: _pipeline(seed, 2, Schedule1F1B, apply=_sharded),
+    "pp8-fsdp": lambda seed: _pipeline(seed, 8, ScheduleGPipe, apply=_sharded),
     "pp2-tp": lambda seed: _pipeline(seed, 2, ScheduleGPipe, apply=_tensor_parallel),
     "pp2-interleaved-fsdp": lambda seed: _pipeline(seed, 2, ScheduleInterleaved1F1B, chunks=2, apply=_sharded),
 }
