@@ -112,7 +112,7 @@ def remove_uncommitted(storage: Storage, name: str, committed: Manifest | None =
     listed = {FILE_NAME, *(file.path for file in (checkpoint.manifest.files if checkpoint.manifest else ()))}
     stray = [path for path in _marked_files(storage, name) if path not in listed]
     if checkpoint.manifest is None:  # of a removal that was cut off
-        stray.insert(0, COPY_NAME)
+        stray.append(COPY_NAME)
     try:
         with storage.lock(name):
             storage.delete([f"{name}/{path}" for path in stray])

@@ -749,7 +749,7 @@ class TestDeleting:
         assert {past.summary.name for past in History.of(root).saves} == {"a", "b", "c"}
         caplog.clear()
         apply_retention(ckpt.Keep(last=1), root, left, ())
-        assert "is not removed" not in caplog.text  # said once
+        assert "does not remove" not in caplog.text  # said once
 
     def test_what_cannot_be_ranked_is_said_once_when_it_matters(
         self, root: MemoryStorage, caplog: pytest.LogCaptureFixture
@@ -765,12 +765,18 @@ class TestDeleting:
         apply_retention(keep, other, [replace(one, metrics={"los": 1.0})], ())
         assert caplog.text.count("can't rank checkpoints") == 2
 
-    def test_folders_of_saves_that_were_cut_off_are_set_aside(self, tmp_path: Path) -> None:
+    def test_folders_of_saves_that_were_cut_off_are_set_aside(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         storage = LocalStorage(tmp_path)
         assert set_aside_uncommitted(storage) == set_aside_uncommitted(new()) == []
         save(storage, "step-1", sequence=1)
         assert not was_cut_off(storage, "step-1")
+        assert not was_cut_off(storage, "step-2")
+        assert set_aside_uncommitted(storage) == []
+        assert not (tmp_path / ".lock").exists()  # nothing was to be done
         (tmp_path / "step-2").mkdir()
+        assert was_cut_off(storage, "step-2")
         (tmp_path / "step-2" / "hook.txt").write_text("x")
         (tmp_path / "notes").mkdir()
         begin_and_write(storage, attempt_at(storage, "cut"))
@@ -782,6 +788,7 @@ class TestDeleting:
         assert sorted(path.name for path in tmp_path.iterdir() if "lock" not in path.name) == [
             ".step-2.uncommitted", "notes", "step-1"
         ]  # fmt: skip
+        assert "moved the files that others wrote there to .step-2.uncommitted" in caplog.text
         assert was_cut_off(storage, "step-2")
         (tmp_path / "step-2").mkdir()
         (tmp_path / "step-2" / "hook.txt").write_text("x")
@@ -793,6 +800,33 @@ class TestDeleting:
             assert set_aside_uncommitted(storage) == []
         assert set_aside_uncommitted(storage) == ["step-3"]
         assert (tmp_path / "step-0").is_dir()
+        (tmp_path / "step-9").symlink_to(tmp_path / "notes")
+        assert set_aside_uncommitted(storage) == []
+
+    @pytest.mark.parametrize(
+        ("name", "made", "is_cut_off"),
+        [
+            ("step-7", ("step-1", "step-5", "step-7"), True),
+            ("step-7", ("step-5", "step-1", "step-7"), True),
+            ("step-7", ("step-1", "step-7", "step-5"), False),
+            ("step-7", ("step-5", "step-7", "step-1"), False),
+            ("step-7", ("step-7", "step-1", "step-5"), False),
+            ("step-3", ("step-1", "step-5", "step-3"), False),
+            ("step-05", ("step-1", "step-5", "step-05"), False),
+        ],
+    )
+    def test_a_folder_without_a_word_of_ckpt_is_set_aside_if_its_number_is_the_highest_and_it_is_the_youngest(
+        self, tmp_path: Path, name: str, made: tuple[str, ...], is_cut_off: bool
+    ) -> None:
+        storage, last = LocalStorage(tmp_path), 0.0
+        for number, one in enumerate(("step-1", "step-5")):
+            save(storage, one, sequence=number)
+        (tmp_path / name).mkdir()
+        for folder in (tmp_path / one for one in made):
+            while folder.stat().st_ctime <= last:
+                os.utime(folder)
+            last = folder.stat().st_ctime
+        assert set_aside_uncommitted(storage) == ([name] if is_cut_off else [])
 
 
 class TestTheWorker:
