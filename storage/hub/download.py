@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ckpt.errors import DamagedError, TransientError
-from ckpt.storage.hub.repo import HubFile, HubRepo, bounded_answers, client_bars, hashed_like, pieces_of
+from ckpt.storage.hub.repo import SLACK, HubFile, HubRepo, bounded_answers, client_bars, hashed_like, pieces_of
 from ckpt.util.checked_json import is_relative
 from ckpt.util.console import progress_bar
 from ckpt.util.threads import in_parallel
@@ -21,7 +21,6 @@ from ckpt.util.threads import in_parallel
 _HASHED = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # the names of blobs: git's hash, or sha256 of large files
 _AT_ONCE = 8
 _AGAIN = 2  # as often a file is received, where a connection failed in the middle and the server knows no ranges
-_SLACK = 16 << 20  # bytes of answers that are no files
 _log = logging.getLogger("ckpt")
 
 
@@ -79,7 +78,7 @@ def _download(repo: HubRepo, file: HubFile, revision: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     def ask() -> str:
-        with bounded_answers(_AGAIN * file.size + _SLACK):
+        with bounded_answers(_AGAIN * file.size + SLACK):
             return hf_hub_download(repo.id, file.path, revision=revision, token=repo.token, endpoint=repo.api.endpoint)
 
     return Path(repo.ask("download", ask, f"{repo.url}/{file.path}"))

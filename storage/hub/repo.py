@@ -160,17 +160,35 @@ def _is_unreachable(error: BaseException) -> bool:
 
 MOST_PAGES = 2000  # of a thousand files each: whoever lists more does not end
 LONGEST_LIST = 256 << 20  # bytes of all answers of one list
+SLACK = 16 << 20  # bytes of answers that are no files
 _NAMES = ("ETag", "X-Linked-Etag", "X-Repo-Commit")
 _PLAIN = re.compile(r"[\w.:+=-]{0,200}", re.ASCII)
+
+
+@dataclass
+class _Room:
+    """What may still come of answers that are read into memory, or of a download."""
+
+    most: int  # bytes
+    bytes: int = 0
+    pages: int = 0
+
+    def take(self, count: int, where: str) -> None:
+        self.bytes += count
+        if self.bytes > self.most:
+            raise strange_answer(where, f"the server sent more than {self.most:,} bytes")
+
+    def turn_page(self, where: str) -> None:
+        self.pages += 1
+        if self.pages > MOST_PAGES:
+            raise strange_answer(where, f"the server sent more than {MOST_PAGES:,} pages")
 
 
 class _Asking(threading.local):
     """What this thread asks of the Hub through ckpt: others in the process are left alone."""
 
     stall: float | None = None  # seconds without a byte, after which a request has failed: the client has no limit
-    pages: int | None = None  # that may still come; without a bound outside `bounded_answers`
-    bytes: int = 0  # the same, of their bodies
-    most: int = 0
+    room: _Room | None = None  # for the answers
 
 
 _asking = _Asking()
@@ -178,35 +196,35 @@ _asking = _Asking()
 
 @contextmanager
 def guarded_requests(stall: float) -> Iterator[None]:
-    """Check the answers to what this thread asks for in this context, and do not wait for them forever."""
+    """Check the answers to what this thread asks for in this context, and wait for them and read them within bounds."""
     from huggingface_hub.utils import get_session
 
     client = get_session()
     hooks = client.event_hooks
-    for kind, hook in (("request", _limit_wait), ("response", _check)):
+    for kind, hook in (("request", _prepare), ("response", _check)):
         if hook not in hooks.get(kind, ()):
             client.event_hooks = {**client.event_hooks, kind: [*hooks.get(kind, ()), hook]}
     outer, _asking.stall = _asking.stall, stall
     try:
-        yield
+        with bounded_answers(LONGEST_LIST):
+            yield
     finally:
         _asking.stall = outer
 
 
 @contextmanager
-def bounded_answers(most: int | None = None) -> Iterator[None]:
-    """Bound the bytes of all answers that this thread reads in this context: of lists into memory, unless told."""
-    outer = _asking.pages, _asking.bytes, _asking.most
-    _asking.most = LONGEST_LIST if most is None else most
-    _asking.pages, _asking.bytes = MOST_PAGES, _asking.most
+def bounded_answers(most: int) -> Iterator[None]:
+    """Bound the bytes of all answers that this thread reads in this context."""
+    outer, _asking.room = _asking.room, _Room(most)
     try:
         yield
     finally:
-        _asking.pages, _asking.bytes, _asking.most = outer
+        _asking.room = outer
 
 
-def _limit_wait(request: Any) -> None:
+def _prepare(request: Any) -> None:
     if _asking.stall is not None:
+        request.headers["Accept-Encoding"] = "identity"  # a thousandth of the bytes could fill the memory: see `_check`
         limits = request.extensions.get("timeout") or dict.fromkeys(("connect", "read", "write", "pool"))
         request.extensions["timeout"] = {
             kind: _asking.stall if given is None else min(given, _asking.stall) for kind, given in limits.items()
@@ -223,11 +241,26 @@ def _check(response: Any) -> None:
     following = response.links.get("next", {}).get("url")
     if following and _origin(following) != _origin(url):
         raise strange_answer(where, "the server continued its list on another host")
-    if _asking.pages is not None and response.request.method == "GET":
-        _asking.pages -= 1
-        if _asking.pages < 0:
-            raise strange_answer(where, f"the server sent more than {MOST_PAGES:,} pages")
-        response.stream = _bounded(response.stream, where)
+    _bound(response, where)
+
+
+def _bound(response: Any, where: str) -> None:
+    """Let no more be read of an answer than there is room for.
+
+    The client's own threads have none of `_asking`: they send parts of large files, and each answer has room of its own.
+    What the process itself downloads is left alone.
+    """
+    method, room = response.request.method, _asking.room
+    if method == "HEAD":
+        return
+    if room is not None and response.headers.get("Content-Encoding", "identity") != "identity":
+        raise strange_answer(where, "the server compressed its answer")
+    if room is None and method != "GET":
+        room = _Room(LONGEST_LIST)
+    if room is not None:
+        if method == "GET":  # a file is sent in any number of parts
+            room.turn_page(where)
+        response.stream = _bounded(response.stream, room, where)
 
 
 def _is_plain(value: str) -> bool:
@@ -249,25 +282,24 @@ def strange_answer(where: str, what: str) -> StorageError:
 class _Bounded:
     """The body of an answer, as far as there is room for it."""
 
-    def __init__(self, stream: Any, where: str) -> None:
+    def __init__(self, stream: Any, room: _Room, where: str) -> None:
         self._stream = stream
+        self._room = room
         self._where = where
 
     def __iter__(self) -> Iterator[bytes]:
         for piece in self._stream:
-            _asking.bytes -= len(piece)
-            if _asking.pages is not None and _asking.bytes < 0:
-                raise strange_answer(self._where, f"the server sent more than {_asking.most:,} bytes")
+            self._room.take(len(piece), self._where)
             yield piece
 
     def close(self) -> None:
         self._stream.close()
 
 
-def _bounded(stream: Any, where: str) -> Any:
+def _bounded(stream: Any, room: _Room, where: str) -> Any:
     """A stream of the client's own kind: it takes no other."""
     kind = next((base for base in type(stream).__mro__ if base.__name__ == "SyncByteStream"), object)
-    return type("BoundedStream", (_Bounded, kind), {})(stream, where)
+    return type("BoundedStream", (_Bounded, kind), {})(stream, room, where)
 
 
 Result = TypeVar("Result")
@@ -381,8 +413,7 @@ class HubRepo:
 
     def head(self) -> str:
         """The commit that the branch stands at."""
-        with bounded_answers():
-            found = str(self.ask("look at", lambda: self.api.repo_info(self.id, revision=self.revision)).sha)
+        found = str(self.ask("look at", lambda: self.api.repo_info(self.id, revision=self.revision)).sha)
         if not _COMMIT.fullmatch(found):
             raise strange_answer(self.url, "the server named no commit")
         return found
@@ -397,8 +428,7 @@ class HubRepo:
             except EntryNotFoundError:
                 return []
 
-        with bounded_answers():
-            entries = self.ask("list", listed)
+        entries = self.ask("list", listed)
         return {entry.path: _file(entry, self.url) for entry in entries if hasattr(entry, "blob_id")}
 
     def read(self, path: str, commit: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -544,7 +574,7 @@ def _received(url: str, headers: Mapping[str, str], most: int) -> bytes:
     from huggingface_hub.utils import get_session, hf_raise_for_status
 
     body = bytearray()
-    with get_session().stream("GET", url, headers=headers) as response:
+    with bounded_answers(most + SLACK), get_session().stream("GET", url, headers=headers) as response:
         if response.status_code >= 400:
             response.read()  # or its message could not be told
         hf_raise_for_status(response)

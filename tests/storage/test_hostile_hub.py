@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import resource
 import time
@@ -134,6 +135,34 @@ def test_an_answer_without_an_end_is_refused_in_bounded_memory(
 ) -> None:
     monkeypatch.setattr(hub_repo, "LONGEST_LIST", 16 << 20)
     refused(repo, tmp_path, on(part, **changes))
+
+
+@pytest.mark.parametrize("part", ["/preupload/", "/commit/", "/info/lfs/"])
+@pytest.mark.parametrize("status", [200, 500])
+def test_nor_is_the_answer_to_a_save_read_without_an_end(
+    repo: HubServer, part: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_repo, "LONGEST_LIST", 16 << 20)
+    asked: list[str] = []
+
+    def bend(method: str, path: str, reply: Reply) -> Reply:
+        if part not in path:
+            return reply
+        asked.append(method)
+        return replace(reply, status=status, endless=True)
+
+    repo.bend, before = bend, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ckpt.CkptError, match=r"more than 16,777,216 bytes when ckpt asked for POST"):
+        open_storage(REPO, interval=0, **_AGAIN).write("large", [b"x" * (20 << 20)])
+    assert "POST" in asked
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < _MEMORY
+
+
+@pytest.mark.parametrize("part", ["/tree/", "/revision/", "/resolve/"])
+def test_a_short_answer_that_unfolds_into_gigabytes_is_refused(repo: HubServer, tmp_path: Path, part: str) -> None:
+    unfolding = gzip.compress(b" " * (1 << 30), 1)
+    encoded = {"Content-Encoding": "gzip", "ETag": '"1"', "X-Repo-Commit": "1"}
+    refused(repo, tmp_path, on(part, body=unfolding, headers=encoded))
 
 
 def test_pages_without_an_end_are_refused(repo: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
