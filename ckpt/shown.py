@@ -55,6 +55,7 @@ _PATTERNS = (
 )  # each with signs of which one is there wherever it matches: to look for those takes a hundredth of the time
 _SECRET_OPTION = re.compile(rf"{_NAME}|sas", re.IGNORECASE)
 
+_PARTS = re.compile(r"\b(?:AccountKey|sig)=([^;&]+)", re.IGNORECASE)  # of connection strings and signed URLs
 _SENT = {"headers", "cookies", "proxy_headers"}  # options whose every value is for the server alone
 _LINE_BREAK = re.compile(r"[ \t]{0,100}[\r\n]{1,100}[ \t]{0,100}")
 _MARKUP = re.compile(r"[`*\[\]<>|\\~&#@$]|://|www\.|(?<!\w)_|_(?!\w)", re.IGNORECASE)
@@ -151,6 +152,7 @@ def remember_secrets(options: Mapping[str, Any]) -> None:
     environment, as it is now.
     """
     given = [*_secret_values(options), *(os.environ.get(name, "") for name in _ENVIRONMENT)]
+    given += [part for value in given for part in _PARTS.findall(value)]  # a server may repeat them alone
     found = {form for value in given if len(value) >= _SHORTEST for form in (value, quote(value, safe=""))}
     _known[:] = sorted(found.union(_known), key=len, reverse=True)
 

@@ -170,6 +170,14 @@ def test_a_secret_that_was_given_is_recognised_wherever_it_occurs(monkeypatch: p
     assert said == "got ***, ***, *** and *** at http://h"
 
 
+def test_the_secrets_in_a_connection_string_and_in_a_signed_query_are_recognised_alone() -> None:
+    account = "AccountName=name;AccountKey=of-an-account=;BlobEndpoint=http://h/name;"
+    remember_secrets({"connection_string": account, "sas_token": "?sv=2024-01-01&sig=signed%2Fby&se=2030"})
+    remember_secrets({"connection_string": "BlobEndpoint=http://h;SharedAccessSignature=sv=2024&sig=shared-one"})
+    said = without_secrets("of-an-account=, signed%2Fby, shared-one of name at 2024-01-01")
+    assert said == "***, ***, *** of name at 2024-01-01"
+
+
 def test_the_token_of_a_login_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "of-a-login")
     assert HubRepo("user/repo").api is not None

@@ -137,7 +137,7 @@ class AzureClient:
         if status == "pending":
             blob.abort_copy(copy["copy_id"])
         if status != "success":
-            raise StorageError(f"the server reports the status {status!r} for the copy.")
+            raise StorageError(f"the server reports the status {errors.quotable(status)!r} for the copy.")
 
     def page(self, prefix: str, marker: Any) -> tuple[list[Entry], Any]:
         pages = self._container.list_blobs(name_starts_with=prefix, include=["metadata"]).by_page(marker)

@@ -9,7 +9,7 @@ from ckpt.errors import AbsentError, DeniedError, FullError, StorageError, Trans
 from ckpt.storage.base import changed
 from ckpt.storage.retry import UnreachedError
 
-_CODE = re.compile(r"[\w.]{1,64}", re.ASCII)  # of whatever else a server sends, nothing is quoted
+_WORD = re.compile(r"[A-Za-z.]{1,64}")  # a server may repeat a token in place of a code: that has digits
 # the codes of Azure, Google Cloud Storage and S3; where S3's client has no code, it gives the status
 _CONFLICT = {
     "ConditionNotMet", "TargetConditionNotMet", "BlobAlreadyExists", "InvalidBlockList", "conditionNotMet",
@@ -37,6 +37,8 @@ _DENIED = {  # whatever their status is
     "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired", "UnauthorizedAccess",
 }  # fmt: skip
 
+
+_KNOWN = _CONFLICT | _ABSENT | _NO_CONTAINER | TRANSIENT | _FULL | _DENIED
 
 NO_UPLOAD = "NoSuchUpload"
 
@@ -90,10 +92,17 @@ def strange_answer(where: str, what: str) -> StorageError:
     return StorageError(f"could not read {where}: {what}. Check the endpoint.")
 
 
+def quotable(code: object) -> str:
+    """A word of the server's that may be shown: one of its codes; else nothing, as it may repeat what it was sent."""
+    word = str(code)
+    return word if word in _KNOWN or _WORD.fullmatch(word) else ""
+
+
 def from_answer(status: int, code: str, what: str, where: str, advice: Advice) -> StorageError:
     """The error for an answer with this status, and the store's own code for it, if it has given one."""
     begin = f"could not {what} {where}"
-    said = f"{begin}: the server says {code if _CODE.fullmatch(code) else status}"
+    quoted = quotable(code) or status
+    said = f"{begin}: the server says {quoted}"
     if code in _CONFLICT or (status == 412 and not code):
         return changed(where)
     if code == NO_UPLOAD:
@@ -112,5 +121,5 @@ def from_answer(status: int, code: str, what: str, where: str, advice: Advice) -
     if code in TRANSIENT or status >= 500 or status in (408, 429):
         return TransientError(f"{said} ({status}).")
     if code in _DENIED or status in (401, 403):
-        return refused(f"{begin} ({code if _CODE.fullmatch(code) else status})", advice)
+        return refused(f"{begin} ({quoted})", advice)
     return StorageError(f"{said} ({status}).")

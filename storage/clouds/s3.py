@@ -30,7 +30,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckpt.compat import s3fs
 from ckpt.errors import AbsentError, ConfigError, StorageError, TransientError, UnsupportedError
 from ckpt.storage.base import ANY, LARGEST_DOCUMENT, Entry, Unfinished
-from ckpt.storage.clouds.errors import TRANSIENT, Advice, cut_off, from_answer, refused, strange_answer, unreached
+from ckpt.storage.clouds.errors import (
+    TRANSIENT,
+    Advice,
+    cut_off,
+    from_answer,
+    quotable,
+    refused,
+    strange_answer,
+    unreached,
+)
 from ckpt.storage.clouds.objects import CloudObjects, Head, Retried, several
 from ckpt.storage.fsspec_stores import unknown_options
 from ckpt.storage.multipart import Body
@@ -385,7 +394,7 @@ def _not_deleted(errors: Iterable[Mapping[str, Any]], where: str) -> StorageErro
     """The error for objects that a bulk delete has not removed, although the request itself succeeded."""
     wrong = {str(error.get("Key")): str(error.get("Code") or "") for error in errors}
     is_transient = all(code in TRANSIENT or not code for code in wrong.values())  # SeaweedFS gives none
-    listed = ", ".join(f"{key} ({code or 'without a reason'})" for key, code in wrong.items())
+    listed = ", ".join(f"{key} ({quotable(code) or 'without a reason'})" for key, code in wrong.items())
     return (TransientError if is_transient else StorageError)(f"could not delete in {where}: {listed}.")
 
 

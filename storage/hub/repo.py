@@ -247,7 +247,7 @@ def _check(response: Any) -> None:
 def _bound(response: Any, where: str) -> None:
     """Let no more be read of an answer than there is room for.
 
-    The client's own threads have none of `_asking`: they send parts of large files, and each answer has room of its own.
+    The client's own threads have none of `_asking`: they send parts of large files, and each answer has its own room.
     What the process itself downloads is left alone.
     """
     method, room = response.request.method, _asking.room

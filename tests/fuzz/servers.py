@@ -22,12 +22,13 @@ import tempfile
 import threading
 import time
 import traceback
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from io import StringIO
 from multiprocessing import get_context
 from pathlib import Path
@@ -155,13 +156,30 @@ def _silent(draw: random.Random, reply: Reply, asked: Asked, elsewhere: str) -> 
 
 def _echo(draw: random.Random, reply: Reply, asked: Asked, elsewhere: str) -> Reply:
     """Repeats what it was sent, where errors are shown from."""
-    told = json.dumps({"error": {"message": str(asked.headers), "errors": [{"reason": str(asked.headers)}]}})
-    xml = f"<Error><Code>{escape(str(asked.headers))}</Code><Message>{escape(str(asked.headers))}</Message></Error>"
-    headers = {"X-Error-Message": str(asked.headers)[:2000], "x-ms-error-code": str(asked.headers)[:2000]}
+    alone = [value.rpartition(" ")[2] for value in asked.headers.values() if SECRET in value]  # where a code belongs
+    sent = draw.choice((str(asked.headers), *alone))
+    told = json.dumps({"error": {"message": sent, "errors": [{"reason": sent}]}})
+    xml = f"<Error><Code>{escape(sent)}</Code><Message>{escape(sent)}</Message></Error>"
+    headers = {"X-Error-Message": sent[:2000], "x-ms-error-code": sent[:2000]}
     return Reply(draw.choice((400, 403, 404, 500)), draw.choice((told, xml)).encode(), headers)
 
 
-LIES = (_status, _redirect, _length, _body, _byte, _names, _names, _headers, _less, _index, _endless, _silent, _echo)
+def _unfolding(draw: random.Random, reply: Reply, asked: Asked, elsewhere: str) -> Reply:
+    """A megabyte, of which a client that decodes what it reads makes a gigabyte."""
+    reply.body, reply.headers = _folded(), {**reply.headers, "Content-Encoding": "gzip"}
+    return reply
+
+
+@cache
+def _folded() -> bytes:
+    packed = zlib.compressobj(9, zlib.DEFLATED, zlib.MAX_WBITS | 16)
+    return b"".join([packed.compress(b" " * (1 << 20)) for _ in range(1 << 10)] + [packed.flush()])
+
+
+LIES = (
+    _status, _redirect, _length, _body, _byte, _names, _names, _headers, _less, _index, _endless, _silent, _echo,
+    _unfolding,
+)  # fmt: skip
 
 
 class Objects(Server):

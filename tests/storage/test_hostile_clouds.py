@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -104,3 +106,33 @@ def test_an_answer_that_no_store_gives_is_an_error_of_ours_and_never_an_empty_ro
     except StorageError:
         return
     assert (ask, found) == ("version", '"1"')  # of S3, for which a range is one of the object
+
+
+@pytest.mark.parametrize("status", [400, 403, 404, 409, 500])
+def test_a_token_that_is_repeated_in_place_of_a_code_is_in_no_error(cloud: tuple[Storage, Bend], status: int) -> None:
+    """Also one that ckpt was not given, as that of a profile: it may look like a code."""
+    storage, bend = cloud
+    token = "AToken9of0letters1and2digits"
+    told = json.dumps({"error": {"errors": [{"reason": token}]}}).encode()
+    xml = f"<Error><Code>{token}</Code><Message>{token}</Message></Error>".encode()
+    failed = f"<DeleteResult><Error><Key>run/object</Key><Code>{token}</Code></Error></DeleteResult>".encode()
+
+    def repeat(asked: Asked, reply: Reply) -> Reply:
+        if "delete" in asked.query:
+            return Reply(200, failed)
+        return Reply(status, told if "/o" in asked.key else xml, {"x-ms-error-code": token})
+
+    bend(repeat)
+    said = ""
+    for ask in (
+        lambda: list(storage.list()),
+        lambda: storage.read("object", 10, 20),
+        lambda: storage.write("object", [b"new"], over=None),
+        lambda: storage.delete(["object"]),
+    ):
+        try:
+            ask()
+        except StorageError as error:
+            said += "".join(traceback.format_exception(error))
+    assert "could not" in said
+    assert token not in said
