@@ -126,7 +126,7 @@ def test_a_run_without_a_tier_leaves_the_snapshots_of_earlier_ones(caplog: pytes
                 assert "ended without close()" not in caplog.text
                 write_token(root)
                 call()
-                assert "a run of memory://left-" in caplog.text
+                assert "an earlier run of memory://left-" in caplog.text
                 assert root.version(TOKEN) is None
                 caplog.clear()
 

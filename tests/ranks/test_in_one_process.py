@@ -438,14 +438,16 @@ def test_launchers_say_how_many_processes_they_have_started(monkeypatch: pytest.
         found = started_together()
         assert found == (None if size is None else Launched(size, "PMI_SIZE", "mpiexec"))
     require_process_group(reads_only=True)
-    with pytest.raises(RanksError, match=r"a job of 16 processes, started by mpiexec .* or start them with torchrun"):
+    with pytest.raises(
+        RanksError, match=r"this job has 16 processes, started by mpiexec .* or start them with torchrun"
+    ):
         require_process_group(reads_only=False)
-    with pytest.raises(RanksError, match="a job of 16 processes"):
+    with pytest.raises(RanksError, match="this job has 16 processes"):
         find_ranks("runs/x", 5.0)
     assert isinstance(find_ranks("runs/x", 5.0, reads_only=True), SingleProcess)
     monkeypatch.setenv("WORLD_SIZE", "4")
     for reads_only in (True, False):
-        with pytest.raises(RanksError, match=r"a job of 4 .*torchrun.*before StateManager\(...\)\. If"):
+        with pytest.raises(RanksError, match=r"this job has 4 .*torchrun.*before StateManager\(...\)\. If"):
             require_process_group(reads_only=reads_only)
         with pytest.raises(RanksError):
             find_ranks("runs/x", 5.0, reads_only=reads_only)

@@ -32,7 +32,7 @@ def test_processes_without_a_process_group_are_refused_with_both_ways_out(tmp_pa
     with pytest.raises(ckpt.RanksError) as refused:
         ckpt.StateManager(tmp_path / "run", model=nn.Linear(1, 1))
     text = str(refused.value)
-    assert f"a job of 2 processes, started by {launcher}" in text
+    assert f"this job has 2 processes, started by {launcher}" in text
     assert "init_process_group()" in text
     assert "RankOptions(alone=True)" in text
     assert not (tmp_path / "run").exists()
