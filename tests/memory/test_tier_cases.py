@@ -360,6 +360,37 @@ def test_a_snapshot_is_taken_left_out_or_given_up_as_all_ranks_decide(
     assert (parts.calls, parts.tier._resume_at) == (["find"], 0)
 
 
+def test_all_ranks_decide_together_and_memory_is_made_ready_where_any_has_much_to_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    others: list[Any] = []
+    verdicts: list[Any] = []
+
+    def together(ranks: Any, call: str, mine: Any, decide: Any) -> Any:
+        assert (ranks, call) == (parts.ranks, "step() (memory, a)")
+        return decide([mine.get(), *others])
+
+    def verdict_of(views: Any, hosts: Any, copies: bool) -> Any:
+        verdicts.append(([view["size"] for view in views], hosts, copies))
+        return "the verdict"
+
+    monkeypatch.setattr(tiers, "decide_together", together)
+    monkeypatch.setattr(tiers, "verdict_of", verdict_of)
+    skip = {"do": "skip", "why": "", "free": False, "small": []}
+    for size, other, least, skips in (
+        (7, 7, 0, False), (7, 7, 7, False), (6, 7, 7, False), (7, 6, 7, False), (6, 6, 7, True),
+    ):  # fmt: skip
+        for count, off in ((0, False), (1, False), (1, True), (0, True)):
+            verdicts.clear()
+            parts = Parts()
+            parts.slots(size=size)
+            parts.replicas.count, parts.replicas.is_off = count, off
+            others[:] = [{"size": other}]
+            found = parts.tier._agree(SimpleNamespace(name="a"), least)  # type: ignore[arg-type]
+            assert found == (skip if skips else "the verdict")
+            assert verdicts == ([] if skips else [([size, other], parts.meeting.hosts, count == 1 and not off)])
+
+
 def test_what_goes_wrong_in_a_snapshot_waits_for_the_next() -> None:
     parts = Parts()
     parts.slots(on_save=ValueError("x"), on_wait=KeyError("y"))
