@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import stat
 import subprocess
 import sys
@@ -14,24 +13,15 @@ from typing import Any
 
 import pytest
 
-from ckpt.errors import TransientError
 from ckpt.memory import place as places
 from ckpt.memory.place import (
     ALIVE,
     RUN,
     SLOTS,
-    TOKEN,
     MemoryPlace,
     PlaceError,
-    identity_of,
-    read_step,
-    read_token,
     remove_expired,
-    remove_token,
-    write_step,
-    write_token,
 )
-from ckpt.storage import MemoryStorage
 from ckpt.util.threads import boot_id
 
 ROOT = "/runs/x"
@@ -323,22 +313,6 @@ class TestRemoval:
         assert list(memory.iterdir()) == []
         place.remove()
 
-    def test_nobody_finds_what_is_being_removed_and_what_is_added_meanwhile_goes_too(
-        self, memory: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        place, own, calls = create(), shutil.rmtree, list[int]()
-
-        def rmtree(path: Path, **options: Any) -> None:
-            assert not (path / RUN).exists()
-            assert options == {"ignore_errors": True}
-            calls.append(1)
-            if len(calls) == 3:
-                own(path)
-
-        monkeypatch.setattr(shutil, "rmtree", rmtree)
-        place.remove()
-        assert (len(calls), list(memory.iterdir()), place._alive) == (3, [], None)
-
     def test_one_that_has_nothing_by_which_anybody_lives_there_is_removed_unless_that_is_no_file(
         self, memory: Path
     ) -> None:
@@ -409,11 +383,6 @@ class TestRemoval:
         monkeypatch.setenv("CKPT_MEMORY_LINGER", "10")
         assert remove_expired() == [place.path]
 
-    def test_a_time_that_is_no_number_is_an_hour(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for text, seconds in (("", places.LINGER), ("soon", places.LINGER), ("0.5", 0.5)):
-            monkeypatch.setenv("CKPT_MEMORY_LINGER", text)
-            assert places.linger_seconds() == seconds
-
     def test_a_directory_that_is_gone_has_no_folders(self, memory: Path) -> None:
         memory.rmdir()
         assert (remove_expired(), MemoryPlace.list_places()) == ([], [])
@@ -423,50 +392,3 @@ class TestRemoval:
         half.mkdir(mode=0o700)
         os.utime(half, (0, 0))
         assert remove_expired() == [half]
-
-
-class TestTheStep:
-    def test_it_is_what_was_written_last(self) -> None:
-        place = create()
-        assert read_step(place) is None
-        for step in (7, 1_000_000, 12):
-            write_step(place, step)
-            assert read_step(place) == step
-        (place.path / "step").write_bytes(b"x")
-        assert read_step(place) is None
-
-    def test_a_file_with_another_name_is_somebody_elses_and_is_not_written_to(self, tmp_path: Path) -> None:
-        place = create()
-        (tmp_path / "mine").write_text("mine")
-        os.link(tmp_path / "mine", place.path / "step")
-        write_step(place, 7)
-        assert (tmp_path / "mine").read_text() == "mine"
-
-
-class TestTheToken:
-    def test_it_is_new_or_given_and_goes(self, caplog: pytest.LogCaptureFixture) -> None:
-        root = MemoryStorage("token-of-a-root")
-        assert (read_token(root), remove_token(root)) == ("", False)
-        first = write_token(root)
-        assert (len(first), read_token(root)) == (32, first)
-        assert write_token(root) != first
-        assert write_token(root, "given") == read_token(root) == "given"
-        assert remove_token(root)
-        assert (root.version(TOKEN), caplog.messages) == (None, [])
-        root.write(TOKEN, [b"a" * 65])
-        assert read_token(root) == "a" * 64
-        root.write(TOKEN, [b"a\xff"])
-        assert read_token(root) == "a\ufffd"
-        assert identity_of(root, "x") != identity_of(root, "y")
-        assert identity_of(root, "x") != identity_of(MemoryStorage("another"), "x")
-
-    def test_one_that_cannot_be_removed_is_said(self, caplog: pytest.LogCaptureFixture) -> None:
-        class Stuck(MemoryStorage):
-            def delete(self, keys: Any) -> None:
-                raise TransientError("no answer.")
-
-        root = Stuck("stuck-token")
-        assert not remove_token(root)
-        write_token(root)
-        assert remove_token(root)
-        assert "ckpt could not remove memory://stuck-token/.memory: no answer. Remove it yourself." in caplog.text

@@ -392,16 +392,6 @@ class TestVerdict:
         views[1]["peak"] = 5 * MB
         assert verdict_of(views, ONE_SHARED_ROOT)["do"] == "give way"
 
-    def test_a_host_whose_tmpfs_is_too_small_is_named_where_a_keeper_may_hold_its_snapshots(self) -> None:
-        hosts = Hosts((0, 1), ("a", "b"))
-        views = [self.view(room=Room({**self.have(size), "held": True})) for size in (2 * MB, 2 * MB - 1)]
-        assert verdict_of(views, hosts) == {"do": "save", "why": "", "free": False, "small": [1]}
-        views[1] = self.view(room=self.have(2 * MB - 1))
-        assert verdict_of(views, hosts)["do"] == "give way"
-        assert verdict_of(views, hosts)["free"] is True
-        assert verdict_of([self.view(error="a"), self.view(error="b"), self.view(error="a")], hosts)["why"] == "a; b"
-        assert verdict_of([self.view(error="a"), self.view()], hosts)["free"] is False
-
     def test_every_host_has_its_own(self) -> None:
         hosts = Hosts((0, 0, 2), ("a", "a", "b"))
         views = [self.view(room=self.have(5 * MB)), self.view(), self.view(room=self.have(3 * MB))]

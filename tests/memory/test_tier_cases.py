@@ -14,7 +14,6 @@ from ckpt.errors import FullError, LockedError, RanksError, StorageError
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME
 from ckpt.memory import tier as tiers
 from ckpt.memory.place import TOKEN, MemoryPlace, PlaceError, read_step, write_step, write_token
-from ckpt.memory.statistics import Statistics, crash_facts, saving_of
 from ckpt.memory.tier import MemoryTier, warn_of_unsaved
 from ckpt.ranks.consensus import SingleProcess
 from ckpt.ranks.hosts import Hosts
@@ -403,22 +402,3 @@ def test_what_goes_wrong_in_a_snapshot_waits_for_the_next() -> None:
     assert (parts.tier._slots, parts.tier.busy) == (None, False)
     parts.slots(busy=True)
     assert parts.tier.busy
-
-
-def test_what_happened_is_told_once() -> None:
-    statistics = Statistics()
-    assert statistics.facts() == {}
-    statistics.taken, statistics.waited = 3, 0.5
-    assert statistics.facts() == {"snapshots": 3, "left_out": 0, "waited": 0.5}
-    assert statistics.facts() == {}
-    statistics.taken, statistics.skipped, statistics.waited = 5, 4, 2.0
-    statistics.crash = crash_facts(9, 7, None)
-    facts = statistics.facts()
-    assert facts == {"snapshots": 2, "left_out": 4, "waited": 1.5, "crashed_at": 9, "resumed_at": 7, "root_step": 0}
-    assert saving_of(facts) == "a crash at step 9 cost 2 steps instead of 9"
-    assert saving_of({"crashed_at": 9, "resumed_at": 7}) == ""
-    assert statistics.facts() == {}
-    assert str(statistics) == "memory: 5 snapshots, 4 left out, training waited 2.00 s in all"
-    assert saving_of(crash_facts(9, 8, 2)) == "a crash at step 9 cost 1 step instead of 7"
-    assert (crash_facts(None, 1, 1), crash_facts(6, 7, 1)) == ({}, {})
-    assert crash_facts(7, 7, 1) == {"crashed_at": 7, "resumed_at": 7, "root_step": 1}
