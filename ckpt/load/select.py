@@ -44,7 +44,7 @@ from ckpt.root.folder import ROOT_ITSELF, is_foreign
 from ckpt.root.mirror import MirrorPatience
 from ckpt.root.signing import Trust
 from ckpt.root.verify import find_whole_files, size_problems
-from ckpt.shown import Lines
+from ckpt.shown import Lines, few
 from ckpt.storage import Patched, Place, Storage, Tiers
 
 
@@ -494,6 +494,9 @@ class Choice(Generic[T]):
         return self.tier == MEMORY
 
 
+_NAMED = 5  # files that a message lists
+
+
 class _Pieces(TypedDict):
     """The tier whose manifest is whole, for each path the tier and the key to read, and the paths that are lost."""
 
@@ -513,7 +516,7 @@ def join_copies(
     pieces = decide_together(ranks, call, locked, lambda _: _find(tiers, name, trust))
     if pieces["lost"]:
         where = " nor in ".join(tier.url for tier in tiers)
-        raise DamagedError(f"{name} has no intact copy of {', '.join(pieces['lost'][:5])}, neither in {where}.")
+        raise DamagedError(f"{name} has no intact copy of {few(pieces['lost'], _NAMED)}, neither in {where}.")
     read = Result.capture(lambda: trust.checked(catalog.read_manifest(tiers[pieces["manifest"]], name)))
     decide_together(ranks, call, read.then(lambda _: None), lambda _: None)
     manifest: Manifest = read.get()
@@ -532,11 +535,11 @@ def _find(tiers: Sequence[Storage], name: str, trust: Trust) -> _Pieces:
 
 def _say(tiers: Sequence[Storage], manifest: Manifest, elsewhere: list[str]) -> None:
     root, mirror = (tier.url for tier in tiers[:2])
-    some = ", ".join(elsewhere[:5]) + (" ..." if len(elsewhere) > 5 else "")
     _log.warning(
         "%s has damaged files in %s and other damaged files in %s, so ckpt reads each file from where it is intact: "
         "%d of %d files from the second place (%s). To repair the root: ckpt verify %s/%s --repair --from %s",
-        manifest.name, root, mirror, len(elsewhere), len(manifest.files), some, root, manifest.name, mirror,
+        manifest.name, root, mirror, len(elsewhere), len(manifest.files), few(elsewhere, _NAMED), root, manifest.name,
+        mirror,
     )  # fmt: skip
 
 

@@ -316,11 +316,16 @@ class TestChoosing:
     def _quick(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(select, "_PAUSE", 0.0)
 
-    def test_an_empty_root_has_none_and_the_newest_intact_one_is_taken(self, root: MemoryStorage) -> None:
+    def test_an_empty_root_has_none_and_the_newest_intact_one_is_taken(
+        self, root: MemoryStorage, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.DEBUG, "ckpt")
         assert chosen([root]) is None
+        assert f"load_state(): found nothing in {root.url}" in caplog.messages
         for number, name in enumerate(("a", "b", "c")):
             save(root, name, sequence=number)
         found = chosen([root])
+        assert f"load_state(): found {root.url}/c, {root.url}/b, {root.url}/a" in caplog.messages
         assert (found.manifest.name, found.url, found.tier, found.in_memory) == ("c", f"{root.url}/c", 0, False)
         assert (found.passed_over, found.damaged, found.root_step) == ({}, frozenset(), 0)
         assert not found.ready.or_afresh
@@ -404,6 +409,20 @@ class TestChoosing:
         save(root, "b", sequence=2)
         assert (found := chosen([root, mirror], hosts=hosts)).tier == 0
         assert found.manifest.name == "b"
+
+    def test_a_mirror_is_not_waited_for_as_long_as_the_root_has_something(self, root: MemoryStorage) -> None:
+        class Patience:
+            def reached(self, mirror: Storage, call: Any) -> Any:
+                asked.append(mirror)
+                return call()
+
+        mirror, asked = new(), list[Storage]()
+        save(mirror, "a", sequence=1)
+        assert chosen([root, mirror], patience=Patience()).tier == 1
+        assert asked == []
+        save(root, "a", sequence=1)
+        assert chosen([root, mirror], patience=Patience()).tier == 0
+        assert asked == [mirror]
 
     def test_a_mirror_that_was_not_waited_for_is_waited_for_where_the_root_is_damaged(
         self, root: MemoryStorage
@@ -541,6 +560,9 @@ class TestChoosing:
             if len(calls) == 1:
                 raise DamagedError("a was altered.")
 
+        chosen([far], lambda candidate: calls.append("x"))
+        assert calls == ["x"]
+        calls.clear()
         with caplog.at_level(logging.WARNING, "ckpt"):
             found = chosen([far], once)
         assert (found.manifest.name, found.passed_over, len(calls)) == ("a", {}, 2)
