@@ -17,6 +17,7 @@ from ckpt.memory.place import TOKEN, MemoryPlace, PlaceError, read_step, write_s
 from ckpt.memory.tier import MemoryTier, warn_of_unsaved
 from ckpt.ranks.consensus import SingleProcess
 from ckpt.ranks.hosts import Hosts
+from ckpt.save.root_writer import RootWriter
 from ckpt.storage import MemoryStorage
 from tests.helpers.byte_checkpoints import save
 
@@ -388,6 +389,31 @@ def test_all_ranks_decide_together_and_memory_is_made_ready_where_any_has_much_t
             found = parts.tier._agree(SimpleNamespace(name="a"), least)  # type: ignore[arg-type]
             assert found == (skip if skips else "the verdict")
             assert verdicts == ([] if skips else [([size, other], parts.meeting.hosts, count == 1 and not off)])
+
+
+def test_snapshots_are_written_into_the_folder_for_the_run_of_the_root(
+    place: MemoryPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiers, "SlotSaver", lambda *given, **named: SimpleNamespace(given=given, named=named))
+    parts = Parts(_damaged={"m"})
+    parts.meeting.place = place
+    parts.saver.root = main = RootWriter(parts.storage, parts.ranks)
+    parts.saver.snapshots = object()
+    slots: Any = parts.tier._open_slots()
+    writer, snapshots = slots.given
+    assert (writer.storage.url, writer.ranks, writer.hosts) == (str(place.slots), parts.ranks, parts.meeting.hosts)
+    assert (writer.main, writer.numbering, writer.seal) == (main, main.numbering, main.seal)
+    assert writer.lineage.has_resumed
+    assert writer.damaged is parts.tier._damaged
+    assert (snapshots, slots.named) == (parts.saver.snapshots, {"read_back": False, "channel": "memory"})
+    assert slots.compared is parts.tier.compared
+    slots.after_commit("a")
+    assert parts.replicas._given["exchange"] == (("a", place), {})
+    assert parts.tier._open_slots() is slots
+    request: Any = SimpleNamespace()
+    noted = parts.slots()
+    parts.tier._begin(request)
+    assert noted._given["save"] == ((request,), {"wait": False})
 
 
 def test_what_goes_wrong_in_a_snapshot_waits_for_the_next() -> None:
