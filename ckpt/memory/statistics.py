@@ -36,15 +36,10 @@ def crash_facts(crashed_at: int | None, resumed_at: int, root_step: int | None) 
 
 
 def saving_of(facts: Mapping[str, int | float]) -> str:
-    """What the crash in these facts has cost; empty if there is none."""
-    steps = [facts[key] for key in ("crashed_at", "resumed_at", "root_step") if key in facts]
-    return saving(*map(int, steps)) if len(steps) == 3 else ""
-
-
-def saving(crashed_at: int | None, resumed_at: int, root_step: int | None) -> str:
-    """What a crash cost with snapshots in memory, and would have cost without; empty if that is not known."""
-    if crashed_at is None or crashed_at < resumed_at:
+    """What the crash in these facts cost with snapshots in memory, and would have cost without; empty for none."""
+    steps = [int(facts[key]) for key in ("crashed_at", "resumed_at", "root_step") if key in facts]
+    if len(steps) < 3:
         return ""
-    cost, instead = crashed_at - resumed_at, crashed_at - (root_step or 0)
-    steps = "step" if cost == 1 else "steps"
-    return f"a crash at step {crashed_at:,} cost {cost:,} {steps} instead of {instead:,}"
+    crashed_at, resumed_at, root_step = steps
+    cost, instead = crashed_at - resumed_at, crashed_at - root_step
+    return f"a crash at step {crashed_at:,} cost {cost:,} {'step' if cost == 1 else 'steps'} instead of {instead:,}"

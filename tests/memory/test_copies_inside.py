@@ -39,7 +39,7 @@ from ckpt.memory.replicas import SLOT, Held, HostLink, LinkError, Replicas, Tran
 from ckpt.memory.room import GIVE_WAY, SAVE, SKIP, Room, TrainingPeak, View, problem, save_unless, verdict_of
 from ckpt.memory.slot_storage import REPLICA, remove_files, replica_storage, slot_storage
 from ckpt.memory.slots import SlotWriter
-from ckpt.memory.statistics import Statistics, crash_facts, saving, saving_of
+from ckpt.memory.statistics import Statistics, crash_facts, saving_of
 from ckpt.ranks.consensus import SingleProcess
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
 from ckpt.storage import Buffer, MemoryStorage, Storage
@@ -696,6 +696,6 @@ class TestStatistics:
         assert crash_facts(8, 8, None) == {"crashed_at": 8, "resumed_at": 8, "root_step": 0}
         assert crash_facts(7, 8, 5) == crash_facts(None, 8, 5) == {}
         assert saving_of(crash_facts(9, 8, 5)) == "a crash at step 9 cost 1 step instead of 4"
-        assert saving(1009, 1000, None) == "a crash at step 1,009 cost 9 steps instead of 1,009"
-        assert saving(8, 8, 8) == "a crash at step 8 cost 0 steps instead of 0"
-        assert saving(7, 8, 5) == saving(None, 8, 5) == saving_of({"crashed_at": 9}) == ""
+        assert saving_of(crash_facts(1009, 1000, None)) == "a crash at step 1,009 cost 9 steps instead of 1,009"
+        assert saving_of(crash_facts(8, 8, 8)) == "a crash at step 8 cost 0 steps instead of 0"
+        assert saving_of({}) == saving_of({"crashed_at": 9}) == saving_of({"crashed_at": 9, "resumed_at": 8}) == ""

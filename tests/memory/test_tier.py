@@ -17,7 +17,6 @@ from torch import nn
 import ckpt
 from ckpt.memory import room
 from ckpt.memory.room import Room, View, verdict_of
-from ckpt.memory.statistics import saving
 from ckpt.memory.tier import MemoryTier
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
 from ckpt.storage.local.volatile import VolatileStorage
@@ -406,10 +405,3 @@ class TestVerdict:
         assert verdict_of(views, hosts, copies=True)["do"] == "give way"
         views[0] = self.view(room=self.have(8 * MB))
         assert verdict_of(views, hosts, copies=True)["do"] == "save"
-
-
-def test_what_a_crash_cost_is_said_where_it_is_known() -> None:
-    assert saving(1237, 1230, 1000) == "a crash at step 1,237 cost 7 steps instead of 237"
-    assert saving(1230, 1230, None) == "a crash at step 1,230 cost 0 steps instead of 1,230"
-    assert saving(None, 1230, 1000) == ""
-    assert saving(1229, 1230, 1000) == ""
