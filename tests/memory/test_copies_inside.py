@@ -512,6 +512,9 @@ class TestPlaces:
         for descriptor in (first, second):
             opened.add(descriptor)
         opened.discard(second)
+        gone = os.dup(second)
+        opened.add(gone)
+        os.close(gone)  # by somebody else
         opened.guard.acquire()  # as before a fork
         opened._close_in_child()
         with pytest.raises(OSError, match="Bad file descriptor"):

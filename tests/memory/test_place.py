@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,7 @@ from typing import Any
 import pytest
 
 from ckpt.memory import place as places
-from ckpt.memory.place import (
-    ALIVE,
-    RUN,
-    SLOTS,
-    MemoryPlace,
-    PlaceError,
-    remove_expired,
-)
+from ckpt.memory.place import ALIVE, RUN, SLOTS, MemoryPlace, OpenDescriptors, PlaceError, remove_expired
 from ckpt.util.threads import boot_id
 
 ROOT = "/runs/x"
@@ -246,6 +240,29 @@ class TestWhoLives:
         assert places._held._descriptors == before
         assert place.is_deserted()
 
+    def test_no_child_is_forked_while_the_lock_by_which_it_lives_is_opened_or_closed(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        place, opens, closes, free = create(), places._open_alive, OpenDescriptors.close, list[bool]()
+
+        def ask() -> None:
+            free.append(places._held.guard.acquire(blocking=False))
+
+        def asking() -> None:
+            thread = threading.Thread(target=ask)
+            thread.start()
+            thread.join()
+
+        place.release()
+        monkeypatch.setattr(places, "_open_alive", lambda folder: asking() or opens(folder))
+        monkeypatch.setattr(OpenDescriptors, "close", lambda self, descriptor: asking() or closes(self, descriptor))
+        place.hold()
+        place.release()
+        monkeypatch.setattr(places, "note_life", lambda descriptor: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            place.hold()
+        assert free == [False] * 4
+
     def test_it_is_this_runs_as_long_as_it_was_made_by_it(self) -> None:
         place = create()
         assert place.is_there
@@ -312,6 +329,11 @@ class TestRemoval:
         place.remove()
         assert list(memory.iterdir()) == []
         place.remove()
+        assert place.idle_seconds == 0
+        other = create()
+        (other.path / RUN).unlink()
+        other.remove()
+        assert list(memory.iterdir()) == []
 
     def test_one_that_has_nothing_by_which_anybody_lives_there_is_removed_unless_that_is_no_file(
         self, memory: Path
