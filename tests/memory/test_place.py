@@ -104,13 +104,6 @@ class TestFind:
         create()
         assert MemoryPlace.find("/runs/y") is None
 
-    def test_the_newest_of_two_is_found(self) -> None:
-        old, new = create(), create()
-        change_facts(old, created="2020-01-01T00:00:00.000+00:00")
-        found = MemoryPlace.find(ROOT)
-        assert found is not None
-        assert found.path == new.path
-
     @pytest.mark.parametrize(
         "other",
         [
