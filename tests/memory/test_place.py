@@ -217,7 +217,10 @@ class TestWhoLives:
         place.release()
         place.release()
 
-    def test_one_that_was_made_anew_in_between_is_not_entered(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("anew", [True, False])
+    def test_one_that_was_removed_in_between_is_not_entered_though_it_be_made_anew(
+        self, monkeypatch: pytest.MonkeyPatch, anew: bool
+    ) -> None:
         place, own = create(), places._lock_shared
         place.release()
         before = set(places._held._descriptors)
@@ -225,7 +228,8 @@ class TestWhoLives:
         def locked_late(descriptor: int, folder: Path) -> None:
             own(descriptor, folder)
             (folder / ALIVE).unlink()
-            (folder / ALIVE).touch()
+            if anew:
+                (folder / ALIVE).touch()
 
         monkeypatch.setattr(places, "_lock_shared", locked_late)
         with pytest.raises(PlaceError, match="another process has just removed"):
@@ -406,4 +410,11 @@ class TestRemoval:
         half = memory / f"ckpt-{'c' * 32}"
         half.mkdir(mode=0o700)
         os.utime(half, (0, 0))
-        assert remove_expired() == [half]
+        (half / ALIVE).touch()
+        os.utime(half, (0, 0))
+        whole = create()
+        whole.release()
+        (whole.path / ALIVE).unlink()
+        os.utime(whole.path, (0, 0))
+        assert set(remove_expired()) == {half, whole.path}
+        assert list(memory.iterdir()) == []

@@ -24,6 +24,7 @@ _ORDERLESS = {
     "issubclass",
     "min",
     "max",
+    "suppress",
 }  # swapped arguments change nothing, or raise at once
 _LEAVES = (ast.Raise, ast.Return, ast.Continue, ast.Break)
 _SAYS = {"debug", "info"}  # what is logged for the curious
