@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ckpt
 from ckpt.data.progress import Progress
-from ckpt.errors import ConfigError, DamagedError, MismatchError
+from ckpt.errors import ConfigError, DamagedError, MismatchError, TransientError
 from ckpt.formats.layout import Layout
 from ckpt.formats.native.manifest import FileRecord, Host, Manifest
 from ckpt.formats.tensors import same_bytes
@@ -33,6 +33,7 @@ from ckpt.ranks.consensus import Result, SingleProcess, decide_together
 from ckpt.ranks.store_and_heartbeats import TimedStore
 from ckpt.ranks.store_group import BuiltManagers, StoreGroup
 from ckpt.root.catalog import find
+from ckpt.root.signing import Trust
 from ckpt.state import rng
 from ckpt.state.model import ModelPart
 from ckpt.state.parts import HOOKS, LEFT, WHOLE_PART, Notes, ObjectPart
@@ -722,6 +723,117 @@ class TestWhatFits:
         one, two = Layout((4,), (0, 1, 2, 3), ("S0",)), Layout((2, 2), (0, 1, 2, 3), ("R", "S1"))
         assert restore._layout_text(frozenset()) == "whole"
         assert restore._layout_text(frozenset({one, two})) == "2x2 ranks: R,S1; 4 ranks: S0"
+
+
+class TestALoad:
+    @pytest.fixture
+    def loader(self, tmp_path: Path) -> Iterator[StateLoader]:
+        with ckpt.StateManager(tmp_path, model=nn.Linear(2, 2)) as manager:
+            manager.register(noise=torch.Generator())
+            manager.save_state("a", wait=True)
+            yield manager.session.loader
+
+    def test_it_looks_where_the_manager_says_and_for_a_name_not_in_memory(self, loader: StateLoader) -> None:
+        memory, patience, hosts, seen = object(), object(), object(), list[Any]()
+        loader.locations = replace(
+            loader.locations, memory=lambda: memory, patience=patience, hosts=hosts, on_listed=seen.append
+        )  # type: ignore[arg-type]
+        loader.trust = Trust(("ab" * 32,), required=True)
+        restoring: Any = SimpleNamespace(prepare="prepare", opening="opening", check="check")
+        for name, found_in, trust in ((None, memory, loader.trust), ("a", None, loader.trust.of_named())):
+            found = loader._selection(name, restoring)
+            assert (found.name, found.memory, found.trust, found.foreign) == (name, found_in, trust, True)
+            assert (found.prepare, found.opening, found.check) == ("prepare", "opening", "check")
+            assert (found.tiers, found.ranks) == (loader.locations.tiers, loader.ranks)
+            assert (found.hosts, found.patience, found.on_listed) == (hosts, patience, seen.append)
+        loader.locations = replace(loader.locations, memory=None)
+        assert loader._selection(None, restoring).memory is None
+
+    def test_the_other_ranks_see_that_it_is_at_work_and_hooks_come_before_the_objects_are_found(
+        self, loader: StateLoader, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls: list[str] = []
+
+        class Ranks(SingleProcess):
+            @contextmanager
+            def working(self, *, job_wide: bool = False) -> Iterator[None]:
+                calls.append("working")
+                yield
+                calls.append("done")
+
+        loader.ranks = Ranks()
+        refresh, registry = loader.live.registry.refresh, loader.live.registry
+        monkeypatch.setattr(registry, "refresh", lambda: calls.append("refresh") or refresh())
+        monkeypatch.setattr(loader.live.source, "before_load", lambda folder: calls.append(folder.rpartition("/")[2]))
+        restored = loader.load(None, strict=True, verify_before_overwrite=True, before=lambda: calls.append("before"))
+        assert restored is not None
+        assert calls[:4] == ["working", "before", "refresh", "working"]
+        assert calls[-1] == "done"
+        assert calls[calls.index("a") + 1] == "refresh"
+
+    def test_what_the_registered_generators_would_not_accept_is_refused_before_anything_is_read(
+        self, loader: StateLoader
+    ) -> None:
+        def check(**generators: Any) -> None:
+            loader._check_generators(
+                SimpleNamespace(manifest=SimpleNamespace(name="a"), state={"generators": generators})
+            )  # type: ignore[arg-type]
+
+        check(noise=torch.Generator().get_state(), gone="x")
+        check()
+        with pytest.raises(DamagedError, match=r"^a is not a valid StateManager checkpoint"):
+            check(noise="x")
+
+    def test_its_end_is_told_with_where_it_came_from(
+        self, loader: StateLoader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        told: list[Any] = []
+        loader.follow = lambda *given: told.append(given)
+        loader.load("a", strict=True, verify_before_overwrite=True, then=told.append)
+        (manifest, damaged, tier, passed_over), from_memory = told
+        assert (manifest.name, damaged, tier, passed_over, from_memory) == ("a", frozenset(), 0, {}, False)
+
+        class Head:
+            def advance(self, manifest: Any) -> None:
+                told.append(manifest.name)
+
+        warned: list[str] = []
+        loader.trust = SimpleNamespace(head=Head(), warn=lambda manifest: warned.append(manifest.name))  # type: ignore[assignment]
+        manifest = SimpleNamespace(name="a", run="r", progress={"step": 3}, metrics={}, world_size=1)
+        state: dict[str, Any] = {"lacking": {}, "values": {}}
+        choice: Any = SimpleNamespace(
+            manifest=manifest, url="root/a", passed_over={}, in_memory=False, root_step=None,
+            ready=SimpleNamespace(notes=Notes(), reader=SimpleNamespace(state=state)),
+        )  # fmt: skip
+        loader.ranks = SingleProcess()
+        for rank, tier, advances in ((0, 0, 1), (0, 1, 1), (0, -1, 0), (0, ELSEWHERE, 0), (1, 0, 0)):
+            told.clear()
+            warned.clear()
+            loader.ranks.rank = rank
+            assert loader._report(choice, ["model"], tier).restored == ("model", "noise", "rng", "progress")
+            assert (told, warned) == (["a"] * advances, ["a"] * (rank == 0))
+        state |= {"lacking": {"rng": "none"}, "values": {"lr": 1}}
+        choice.ready.notes.skipped["noise"] = "none"
+        assert loader._report(choice, [], 1).restored == ("values", "progress")
+        loader.trust = SimpleNamespace(head=None, warn=lambda manifest: None)  # type: ignore[assignment]
+        loader._report(choice, [], 0)
+
+    def test_a_newer_checkpoint_is_pointed_out_to_whoever_loads_an_older_by_its_name(
+        self, loader: StateLoader, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO, "ckpt")
+        sequence = manifest_of(loader.locations.tiers[0].url).sequence
+        for older, told in ((1, True), (0, False), (-1, False)):
+            caplog.clear()
+            loader._tell_newer(SimpleNamespace(name="b", sequence=sequence - older))  # type: ignore[arg-type]
+            assert ("a is newer than b, which you loaded by its name" in caplog.text) == told
+        away = PassedOn("memory://nothing-newer")
+        away.list = Raises(TransientError("away."))  # type: ignore[method-assign]
+        for storage in (MemoryStorage("nothing-newer"), away):
+            caplog.clear()
+            loader.locations = Locations((storage,))
+            loader._tell_newer(SimpleNamespace(name="b", sequence=0))  # type: ignore[arg-type]
+            assert caplog.messages == []
 
 
 class Raises:
