@@ -21,6 +21,7 @@ import ckpt
 from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError, DamagedError, MismatchError, TransientError
 from ckpt.formats.layout import Layout
+from ckpt.formats.native.documents import rank_document
 from ckpt.formats.native.manifest import FileRecord, Host, Manifest
 from ckpt.formats.tensors import same_bytes
 from ckpt.load import reader as reading
@@ -94,6 +95,28 @@ def test_a_tensor_is_a_ranks_own_one_of_its_shards_or_that_of_all_ranks() -> Non
     assert whole.ties == {"a2": "a"}
     with pytest.raises(DamagedError, match="no file of a: x has the tensor 'z'"):
         whole.about("z")
+
+
+def test_the_files_of_what_a_rank_has_of_its_own_are_opened_where_it_has_any() -> None:
+    manifest = Manifest(name="a", id="id", sequence=1, created=MOMENT, run="run", files=(), world_size=2)
+    table = {"tensors": {"s": ["float32", [4], 0, 0]}, "layouts": [Layout((2,), (0, 1), ("S0",)).to_json()]}
+    opened: list[Any] = []
+
+    def files(kind: str) -> Any:
+        return lambda rank: opened.append((kind, rank)) or [Tensors(kind)]
+
+    for entry, plain, shards in (
+        ({}, set(), set()), ({"plain": ["b"]}, {"b"}, set()),
+        ({"spread": {**table, "aliases": {"t": "s"}}}, set(), {"s"}),
+    ):  # fmt: skip
+        opened.clear()
+        found = reading.OwnTensors.of(entry, manifest, 1, files("own"), files("pieces"), lambda: whole)  # type: ignore[arg-type, return-value]
+        assert (found.plain, found.pieces.table.tensors.keys()) == (plain, shards)
+        assert opened == ([("own", 1)] if plain else [])
+        assert len(found.files) == len(plain)
+        assert found.aliases == ({"t": "s"} if shards else {})
+    whole = Tensors("whole")
+    assert found.tensor("other") == "whole: other"
 
 
 class TestTheReader:
@@ -240,6 +263,21 @@ class TestTheReader:
             assert (reader.kind("y"), reader.differs("y")) == (
                 ("Own", {}) if per_rank else ("Common", {"values": ["lr"]})
             )
+
+    def test_what_other_ranks_had_of_their_own_is_added_by_its_keys(self, tmp_path: Path) -> None:
+        reader = saved_reader(tmp_path, {"a": torch.arange(4.0)})
+        asked: list[str] = []
+
+        def document(name: str) -> Any:
+            asked.append(name)
+            number = len(asked)
+            return {"own": {f"{key}-{number}": {"class": "x", "state": number} for key in ("zero", "other")}}
+
+        reader._document = document  # type: ignore[method-assign]
+        reader.own = {"mine": {}}
+        reader.read_own({"zero-1", "zero-2", "other-3"}, 2)
+        assert asked == [rank_document(0), rank_document(1)]
+        assert {key: part.get("state") for key, part in reader.own.items()} == {"mine": None, "zero-1": 1, "zero-2": 2}
 
     def test_which_ranks_files_this_host_has(self, tmp_path: Path) -> None:
         reader = saved_reader(tmp_path, {"a": torch.arange(4.0)})
