@@ -150,6 +150,8 @@ class TestTheReader:
         ):  # fmt: skip
             assert tree[one].equals(tree[other], tensors[one]) == equal, (one, other)
         assert max(read) <= max(slab, 12)  # a row at least
+        monkeypatch.setattr(reader, "_box", lambda place, shape: None)  # this rank holds nothing of them
+        assert tree["base"].equals(tree["last"], None)
         assert reader.wanted == ([], [])
         assert reader.ties("x") in ({"tied": "base"}, {"base": "tied"})
         assert reader.ties("none") == {} if reader.has("none") else True
