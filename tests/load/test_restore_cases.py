@@ -266,6 +266,14 @@ class TestTheReader:
                 ("Own", {}) if per_rank else ("Common", {"values": ["lr"]})
             )
 
+    def test_a_tensor_that_is_saved_whole_though_others_are_sharded_is_marked(self, tmp_path: Path) -> None:
+        reader = saved_reader(tmp_path, {"a": torch.arange(4.0), "b": torch.arange(2.0)})
+        reader.parts["x"]["state"] = {"a": {"$unsharded": {"$tensor": "a"}}, "b": {"$tensor": "b"}}
+        assert {name: saved.unsharded for name, saved in reader.tree("x").items()} == {"a": True, "b": False}
+        read = reader.ask("x")
+        reader.read_new()
+        assert torch.equal(read()["a"], torch.arange(4.0))
+
     def test_what_other_ranks_had_of_their_own_is_added_by_its_keys(self, tmp_path: Path) -> None:
         reader = saved_reader(tmp_path, {"a": torch.arange(4.0)})
         asked: list[str] = []
