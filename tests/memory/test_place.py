@@ -245,10 +245,11 @@ class TestWhoLives:
         def ask() -> None:
             free.append(places._held.guard.acquire(blocking=False))
 
-        def asking() -> None:
+        def asking() -> bool:
             thread = threading.Thread(target=ask)
             thread.start()
             thread.join()
+            return False
 
         place.release()
         monkeypatch.setattr(places, "_open_alive", lambda folder: asking() or opens(folder))
