@@ -29,15 +29,18 @@ from ckpt.load import restore
 from ckpt.load.load_state import ELSEWHERE, Locations, Restored, StateLoader
 from ckpt.load.reader import CheckpointReader, check_rank_state
 from ckpt.load.restore import Elsewhere, LiveNames, from_main_rank, rewinder
-from ckpt.load.select import Candidate, Inspection, Selection
+from ckpt.load.select import Candidate, Inspection, MemoryTier, Selection
 from ckpt.ranks.consensus import Result, SingleProcess, decide_together
+from ckpt.ranks.hosts import Hosts
 from ckpt.ranks.store_and_heartbeats import TimedStore
 from ckpt.ranks.store_group import BuiltManagers, StoreGroup
 from ckpt.root.catalog import find
+from ckpt.root.mirror import MirrorPatience
 from ckpt.root.signing import Trust
 from ckpt.state import rng
 from ckpt.state.model import ModelPart
-from ckpt.state.parts import HOOKS, LEFT, WHOLE_PART, Notes, ObjectPart
+from ckpt.state.optimizer import OptimizerPart
+from ckpt.state.parts import HOOKS, LEFT, WHOLE_PART, GradientsPart, Notes, ObjectPart
 from ckpt.storage import LocalStorage, MemoryStorage, open_storage
 from tests.helpers.byte_checkpoints import MOMENT
 from tests.helpers.places import PassedOn
@@ -78,11 +81,11 @@ class Tensors:
 
 def test_a_tensor_is_a_ranks_own_one_of_its_shards_or_that_of_all_ranks() -> None:
     first, second = Tensors("first", "a", ties={"a2": "a"}), Tensors("second", "b")
-    common = Tensors("common", ties={"c2": "c", "x": "a", "d": "y"})
-    own: Any = reading.OwnTensors(
-        frozenset({"a", "b", "d", "absent"}), [first, second], Tensors("shards", "s"), lambda: common, {"tied": "s"}
-    )  # type: ignore[arg-type, list-item, return-value]
-    whole: Any = reading.WholeTensors([first, second], "a: x")  # type: ignore[list-item]
+    common: Any = Tensors("common", ties={"c2": "c", "x": "a", "d": "y"})
+    files: list[Any] = [first, second]
+    shards: Any = Tensors("shards", "s")
+    own: Any = reading.OwnTensors(frozenset({"a", "b", "d", "absent"}), files, shards, lambda: common, {"tied": "s"})
+    whole: Any = reading.WholeTensors(files, "a: x")
     for tensors, name, found in (
         (own, "a", "first: a"), (own, "b", "second: b"), (own, "absent", "common: absent"), (own, "s", "shards: s"),
         (own, "tied", "shards: s"), (own, "other", "common: other"), (whole, "a", "first: a"),
@@ -103,20 +106,25 @@ def test_the_files_of_what_a_rank_has_of_its_own_are_opened_where_it_has_any() -
     opened: list[Any] = []
 
     def files(kind: str) -> Any:
-        return lambda rank: opened.append((kind, rank)) or [Tensors(kind)]
+        def of_rank(rank: int) -> list[Any]:
+            opened.append((kind, rank))
+            return [Tensors(kind)]
+
+        return of_rank
+
+    whole: Any = Tensors("whole")
 
     for entry, plain, shards in (
         ({}, set(), set()), ({"plain": ["b"]}, {"b"}, set()),
         ({"spread": {**table, "aliases": {"t": "s"}}}, set(), {"s"}),
     ):  # fmt: skip
         opened.clear()
-        found = reading.OwnTensors.of(entry, manifest, 1, files("own"), files("pieces"), lambda: whole)  # type: ignore[arg-type, return-value]
-        assert (found.plain, found.pieces.table.tensors.keys()) == (plain, shards)
+        found = reading.OwnTensors.of(entry, manifest, 1, files("own"), files("pieces"), lambda: whole)
+        assert (set(found.plain), set(found.pieces.table.tensors)) == (plain, shards)
         assert opened == ([("own", 1)] if plain else [])
         assert len(found.files) == len(plain)
         assert found.aliases == ({"t": "s"} if shards else {})
-    whole = Tensors("whole")
-    assert found.tensor("other") == "whole: other"
+    assert str(found.tensor("other")) == "whole: other"
 
 
 class TestTheReader:
@@ -215,9 +223,6 @@ class TestTheReader:
         class Shared:
             def split(self, transfers: list[Any]) -> tuple[list[Any], list[Any]]:
                 return [one for one in transfers if one.size < 9], [one for one in transfers if one.size == 9]
-
-            def reads_here(self, transfer: Any) -> bool:
-                return transfer.size != 9
 
             @contextmanager
             def phase(self) -> Iterator[None]:
@@ -339,7 +344,8 @@ class TestTheReader:
             *(({**good, "loop": {"steps_per_epoch": number}}, True) for number in (None, 0, -3, (1 << 53) - 1)),
             *(({**good, "loop": {"steps_per_epoch": number}}, False) for number in (1 << 53, -(1 << 53), 1.5, "x")),
             *(({**good, "loop": {"ahead": number}}, number == 0) for number in (0, -1, None)),
-            *(({**good, "generators": value}, False) for value in ([], None)),
+            ({**good, "generators": []}, False),
+            ({**good, "generators": None}, False),
             *(
                 ({**good, "source": {"step": 1, "sync_gradients": True, "saves": 0, "loaders": {"a": counters}}}, fine)
                 for counters, fine in (
@@ -782,14 +788,14 @@ class TestALoad:
             yield manager.session.loader
 
     def test_it_looks_where_the_manager_says_and_for_a_name_not_in_memory(self, loader: StateLoader) -> None:
-        memory, patience, hosts, seen = object(), object(), object(), list[Any]()
+        memory, patience, hosts, seen = MemoryTier(MemoryStorage("m"), Hosts()), MirrorPatience(), Hosts(), list[Any]()
         loader.locations = replace(
             loader.locations, memory=lambda: memory, patience=patience, hosts=hosts, on_listed=seen.append
-        )  # type: ignore[arg-type]
+        )
         loader.trust = Trust(("ab" * 32,), required=True)
         restoring: Any = SimpleNamespace(prepare="prepare", opening="opening", check="check")
         for name, found_in, trust in ((None, memory, loader.trust), ("a", None, loader.trust.of_named())):
-            found = loader._selection(name, restoring)
+            found: Any = loader._selection(name, restoring)
             assert (found.name, found.memory, found.trust, found.foreign) == (name, found_in, trust, True)
             assert (found.prepare, found.opening, found.check) == ("prepare", "opening", "check")
             assert (found.tiers, found.ranks) == (loader.locations.tiers, loader.ranks)
@@ -811,7 +817,12 @@ class TestALoad:
 
         loader.ranks = Ranks()
         refresh, registry = loader.live.registry.refresh, loader.live.registry
-        monkeypatch.setattr(registry, "refresh", lambda: calls.append("refresh") or refresh())
+
+        def refreshed() -> None:
+            calls.append("refresh")
+            refresh()
+
+        monkeypatch.setattr(registry, "refresh", refreshed)
         monkeypatch.setattr(loader.live.source, "before_load", lambda folder: calls.append(folder.rpartition("/")[2]))
         restored = loader.load(None, strict=True, verify_before_overwrite=True, before=lambda: calls.append("before"))
         assert restored is not None
@@ -823,9 +834,8 @@ class TestALoad:
         self, loader: StateLoader
     ) -> None:
         def check(**generators: Any) -> None:
-            loader._check_generators(
-                SimpleNamespace(manifest=SimpleNamespace(name="a"), state={"generators": generators})
-            )  # type: ignore[arg-type]
+            reader: Any = SimpleNamespace(manifest=SimpleNamespace(name="a"), state={"generators": generators})
+            loader._check_generators(reader)
 
         check(noise=torch.Generator().get_state(), gone="x")
         check()
@@ -876,7 +886,7 @@ class TestALoad:
             loader._tell_newer(SimpleNamespace(name="b", sequence=sequence - older))  # type: ignore[arg-type]
             assert ("a is newer than b, which you loaded by its name" in caplog.text) == told
         away = PassedOn("memory://nothing-newer")
-        away.list = Raises(TransientError("away."))  # type: ignore[method-assign]
+        away.list = Raises(TransientError("away."))  # type: ignore[assignment, method-assign]
         for storage in (MemoryStorage("nothing-newer"), away):
             caplog.clear()
             loader.locations = Locations((storage,))
@@ -1026,7 +1036,7 @@ class TestOneRestoration:
                 assert (noted[1:], is_restored()) == ([("a", False), "then"], True)
                 assert torch.equal(extra.state["value"], torch.arange(3.0))
                 assert extra.state["gone"] == 1
-            extra.load_state_dict = Raises(ValueError("no"))  # type: ignore[method-assign]
+            extra.load_state_dict = Raises(ValueError("no"))  # type: ignore[assignment, method-assign]
             with pytest.raises(ckpt.StateError, match="extra could not load its state: ValueError: no"):
                 found._set()
 
@@ -1083,9 +1093,10 @@ class TestOneRestoration:
             assert (reader.broadcasts, told) == (broadcasts, [(ranks, ["plan"])])
 
     def test_what_would_not_begin_afresh_is_verified_before_it_is_written(self) -> None:
+        registry: Any = SimpleNamespace()
         request = restore.RestoreRequest(
-            ranks=SingleProcess(), registry=SimpleNamespace(), strict=True, verify_before_overwrite=False
-        )  # type: ignore[arg-type]
+            ranks=SingleProcess(), registry=registry, strict=True, verify_before_overwrite=False
+        )
         restoring, manifest = restore.Restoring(request), SimpleNamespace()
         with ExitStack() as held:
             candidate = Candidate(MemoryStorage("afresh"), manifest, held)  # type: ignore[arg-type]
@@ -1096,16 +1107,17 @@ class TestOneRestoration:
     def test_open_windows_end_where_no_gradients_are_restored_and_new_rates_are_named(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
-        class Rates(restore.OptimizerPart):
+        class Rates(OptimizerPart):
             def __init__(self) -> None:
                 pass
 
             def adopt_rates(self, about: Any) -> str | None:
-                return about["says"]
+                says: str | None = about["says"]
+                return says
 
         layout = frozenset({Layout((2,), (0, 1), ("S0",))})
         model = SimpleNamespace(layouts=lambda members: frozenset())
-        parts: dict[str, Any] = {"model": model, "new": model, "gradients": restore.GradientsPart("gradients", {})}
+        parts: dict[str, Any] = {"model": model, "new": model, "gradients": GradientsPart("gradients", {})}
         for key in ("named", "unnamed"):
             parts[key] = Rates()
         reader: Any = SimpleNamespace(
@@ -1123,7 +1135,7 @@ class TestOneRestoration:
                 ranks=ranks, verify_before_overwrite=False,
                 registry=SimpleNamespace(leave_windows=lambda noted=noted: noted.append("left")),
             )  # fmt: skip
-            setters = {key: lambda: None for key in keys}
+            setters: dict[str, Any] = {key: lambda: None for key in keys}
             found = restore.Restoration(reader, request, parts, Notes(), setters)
             caplog.clear()
             found._set_all(lambda noted=noted: noted.append("then"))

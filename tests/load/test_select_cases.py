@@ -642,7 +642,7 @@ class TestHosts:
         assert "one lacks y; two lacks z." in told
 
     def test_a_replica_stands_in_where_every_piece_has_another_copy_here(self, root: MemoryStorage) -> None:
-        table = {
+        table: dict[str, Any] = {
             "tensors": {"w": ["float32", [4], 0, -1]},
             "layouts": [Layout((2, 2), (0, 1, 2, 3), ("R", "S0")).to_json()],
             "aliases": {},

@@ -14,7 +14,7 @@ from ckpt.memory import meeting as meetings
 from ckpt.memory.keeper_process import KeeperError
 from ckpt.memory.meeting import Meeting
 from ckpt.memory.place import MemoryPlace, PlaceError, identity_of, read_token, write_token
-from ckpt.memory.slot_storage import hold_memory, replica_storage, slot_storage
+from ckpt.memory.slot_storage import hold_memory, is_held, replica_storage, slot_storage
 from ckpt.ranks.consensus import SingleProcess
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
 from ckpt.storage import MemoryStorage
@@ -143,11 +143,12 @@ class TestFinding:
             (Hosts((0, 1, 1), ("a", "b", "b")), [says, theirs], other, True),
             (Hosts((0, 1, 1), ("a", "b", "b")), [says, nothing], None, False),
         ):  # fmt: skip
+            views: list[dict[str, Any]] = announced
             others_say(monkeypatch, (announced, []), (announced, []))
             entering = met(root, rank=2, hosts=hosts)
             assert entering._enter(lambda: None) == ""
             assert entering.place == found
-            assert entering.complete == (complete and all(view["path"] for view in announced))
+            assert entering.complete == (complete and all(view["path"] for view in views))
             entering.leave()
 
     def test_the_problem_of_any_rank_is_that_of_all(self, root: MemoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +186,7 @@ class TestMaking:
         assert made.make([0]) == ""
         assert made.place is not None
         assert keepers == [("require", made.place.path)]
-        assert meetings.is_held(made.place)
+        assert is_held(made.place)
         made.remove()
         assert met(root).make([1]) == ""
         assert keepers[1][0] == "start"
@@ -225,9 +226,12 @@ class TestLeaving:
         place = place_of(root, token := write_token(root))
         there: list[tuple[str, bool]] = []
         own = Meeting.remove
-        monkeypatch.setattr(
-            Meeting, "remove", lambda self: there.append((read_token(root), place.path.exists())) or own(self)
-        )
+
+        def remove(self: Meeting) -> None:
+            there.append((read_token(root), place.path.exists()))
+            own(self)
+
+        monkeypatch.setattr(Meeting, "remove", remove)
         left = met(root, place=place, complete=True, _token=token, _taken=7)
         left.forget()
         assert there == [("", True)]
@@ -287,7 +291,7 @@ def test_the_room_counts_what_snapshots_and_copies_take_already(
         asked.append((folder, used, held))
         return {}
 
-    monkeypatch.setattr(meetings.room, "measure", measure)
+    monkeypatch.setattr("ckpt.memory.room.measure", measure)
     measured = met(root)
     measured.measure_room()
     place = place_of(root, "x")

@@ -53,11 +53,11 @@ class Parts:
         self.ranks = SingleProcess()
         self.ranks.rank = rank
         self.storage = MemoryStorage(f"tier-cases-{id(self)}")
-        self.root = Noted(self.calls, storage=self.storage, lineage=SimpleNamespace(run="run"))
-        self.meeting = Noted(self.calls, hosts=Hosts(), place=None, complete=True, owns_place=True)
-        self.replicas = Noted(self.calls, count=0, is_off=False, on_restore=False)
-        self.saver = Noted(self.calls, root=self.root, has_saved=False)
-        self.tier = MemoryTier(every, self.ranks, self.saver, self.meeting, self.replicas)  # type: ignore[arg-type]
+        self.root: Any = Noted(self.calls, storage=self.storage, lineage=SimpleNamespace(run="run"))
+        self.meeting: Any = Noted(self.calls, hosts=Hosts(), place=None, complete=True, owns_place=True)
+        self.replicas: Any = Noted(self.calls, count=0, is_off=False, on_restore=False)
+        self.saver: Any = Noted(self.calls, root=self.root, has_saved=False)
+        self.tier = MemoryTier(every, self.ranks, self.saver, self.meeting, self.replicas)
         for name, value in of_tier.items():
             assert hasattr(self.tier, name)
             setattr(self.tier, name, value)
@@ -323,7 +323,12 @@ def test_a_snapshot_is_taken_left_out_or_given_up_as_all_ranks_decide(
 
     asked: list[int] = []
     clock = [0.0]
-    monkeypatch.setattr(tiers.time, "monotonic", lambda: clock.append(clock[-1] + 1) or clock[-1])
+
+    def monotonic() -> float:
+        clock.append(clock[-1] + 1)
+        return clock[-1]
+
+    monkeypatch.setattr("time.monotonic", monotonic)
     for verdict, complete, made, taken, skipped, is_tried_later in (
         ("save", True, "", 1, 0, False), ("skip", True, "", 0, 1, False), ("give way", True, "", 0, 0, True),
         ("save", False, "", 1, 0, False), ("save", False, "no folder", 0, 0, True),
