@@ -366,11 +366,12 @@ def test_an_answer_that_was_lost_is_looked_up(store: Store, clock: Clock, held: 
             held._renew(held._held[0])
             assert (held._held[0].lost, held._held[0].version) == (False, store.version_of(path))
         assert store.objects == {}
-    store.before["put"] = [raises(TransientError("no answer"))]  # has taken none
     before = set(leases.holders_here)
-    with pytest.raises(TransientError), held.exclusive("a", ""):
-        pass
-    assert (store.objects, leases.holders_here) == ({}, before)
+    for lookup in ([], [raises(TransientError("nor to this"))]):
+        store.before = {"put": [raises(TransientError("no answer"))], "version": lookup}  # has taken none
+        with pytest.raises(TransientError, match="no answer"), held.exclusive("a", ""):
+            pass
+        assert (store.objects, leases.holders_here) == ({}, before)
 
 
 def test_whose_object_is_gone_or_anothers_has_lost_the_lease(
