@@ -70,6 +70,7 @@ class Store:
     @contextmanager
     def _request(self, kind: str, key: str) -> Iterator[None]:
         self.done.append(kind)
+        assert len(self.done) < 1000, "it asks without end"
         _happens(self.before, kind)
         yield
         _happens(self.after, kind)
@@ -96,6 +97,7 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
         self.slept += seconds
+        assert self.slept < 10 * EXPIRY, "it waits without end"
         self.meanwhile()
 
 
