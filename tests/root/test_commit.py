@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 
@@ -13,11 +13,12 @@ import ckpt
 from ckpt.errors import ConflictError, NotDurableError, StorageError, TransientError
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
 from ckpt.formats.tensors import FilePlan
+from ckpt.root import write_link_commit
 from ckpt.root.catalog import MARKER, copy_problems, find, read_marker, scan
 from ckpt.root.deletion import sweep
 from ckpt.root.verify import problems, verify_checkpoint
 from ckpt.root.write_link_commit import Attempt
-from ckpt.storage import ANY, Buffer, Storage
+from ckpt.storage import ANY, Buffer, Entry, Storage
 from tests.helpers.byte_checkpoints import (
     FILES,
     attempt_at,
@@ -108,6 +109,48 @@ class TestOrder:
         ):
             attempt.commit(storage, manifest_of(attempt, written), {})
         assert not any(found.committed for found in scan(storage))
+
+    @pytest.mark.parametrize(
+        ("order", "most", "removed", "is_refused"),
+        [
+            (".abcd", 3, "", False),
+            (".abcd", 3, "a", True),
+            (".abcd", 3, "c", False),  # nobody has looked so far
+            (".abcd", 9, "d", True),
+            (".abcd", 9, "", False),
+            ("bad.c", 3, "", False),  # a listing without order is read to its end
+            ("bad.c", 3, "c", True),
+        ],
+    )
+    def test_of_very_many_files_the_first_are_looked_at(
+        self, monkeypatch: pytest.MonkeyPatch, order: str, most: int, removed: str, is_refused: bool
+    ) -> None:
+        class Listed(PassedOn):
+            def list(self, prefix: str = "") -> Iterator[Entry]:
+                there = {entry.key.removeprefix("a/")[0]: entry for entry in super().list(prefix)}
+                return iter([there[one] for one in order if one in there])
+
+        monkeypatch.setattr(write_link_commit, "_MOST_LISTED", most)
+        storage = Listed(f"memory://listed-{order}-{most}-{removed}")
+        storage.is_local = False
+        attempt = Attempt("a")
+        written = begin_and_write(storage, attempt, dict.fromkeys("abcd", b"x"))
+        storage.delete([f"a/{removed}"] if removed else [])
+        if is_refused:
+            with pytest.raises(StorageError, match=rf"1 of its files have disappeared .*\({removed}\)"):
+                attempt.commit(storage, manifest_of(attempt, written), {})
+        else:
+            attempt.commit(storage, manifest_of(attempt, written), {})
+
+    def test_the_last_file_that_is_looked_at_counts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(write_link_commit, "_MOST_LISTED", 2)
+        storage = PassedOn("memory://last-of-many")
+        storage.is_local = False
+        attempt = Attempt("a")
+        written = begin_and_write(storage, attempt, {"a": b"x", "b": b"x"})
+        storage.write("a/a", [b"longer"])
+        with pytest.raises(StorageError, match="1 of its files"):
+            attempt.commit(storage, manifest_of(attempt, written), {})
 
 
 class TestPaths:

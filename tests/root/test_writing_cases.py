@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -32,8 +32,8 @@ from ckpt.errors import (
     TransientError,
     UnsupportedError,
 )
-from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, digest, sha256
-from ckpt.formats.tensors import FilePlan
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, FileRecord, digest, sha256
+from ckpt.formats.tensors import FileHashes, FilePlan
 from ckpt.root import lock, mirror, write_link_commit
 from ckpt.root import open as opening
 from ckpt.root.catalog import DAY, MARKER, History, SaveMarker, Summary, find, mark_save
@@ -74,12 +74,20 @@ class TestHashing:
     def test_a_record_has_the_hash_of_every_block_and_of_the_head(
         self, monkeypatch: pytest.MonkeyPatch, in_memory: bool, with_sha256: bool
     ) -> None:
-        data = bytes(range(200))
-        pieces = [memoryview(data)[start : start + 70] for start in range(0, 200, 70)]
-        for threads_from, head in ((1 << 30, 0), (1 << 30, 50), (100, 50), (200, 50), (201, 0)):
+        data, opened = bytes(range(200)), list[int]()
+
+        def pieces() -> Iterator[memoryview]:
+            opened.append(1)
+            return (memoryview(data)[start : start + 70] for start in range(0, 200, 70))
+
+        for threads_from, head, reserved in (
+            (1 << 30, 0, None), (1 << 30, 50, None), (100, 50, None), (200, 50, None), (201, 0, None),
+            (100, 50, "a file"), (100, 0, "a file"), (201, 50, "a file"),
+        ):  # fmt: skip
             monkeypatch.setattr(write_link_commit, "_WORTH_THREADS", threads_from)
-            plan = FilePlan("x", 200, lambda: iter(pieces), head=head, in_memory=in_memory)
+            plan = FilePlan("x", 200, pieces, head=head, in_memory=in_memory, reserved=reserved if in_memory else None)
             sizes: list[float] = []
+            opened.clear()
             record = hashed(plan, "x.path", sizes.append, sha256=with_sha256)
             assert (record.name, record.path, record.size) == ("x", "x.path", 200)
             assert record.blocks == (digest(data),)
@@ -87,17 +95,55 @@ class TestHashing:
             assert record.head == ((50, digest(data[:50])) if head else None)
             assert record.head_sha256 == (sha256(data[:50]) if head and with_sha256 else "")
             assert sum(sizes) == 200
+            assert in_memory or opened == [1]  # ranks send the pieces of a stream once
+
+    @pytest.mark.parametrize("with_sha256", [False, True])
+    @pytest.mark.parametrize("in_memory", [False, True])
+    @pytest.mark.parametrize("head", [0, 50])
+    def test_what_a_device_has_hashed_is_hashed_again_by_sha256_alone(
+        self, monkeypatch: pytest.MonkeyPatch, in_memory: bool, with_sha256: bool, head: int
+    ) -> None:
+        monkeypatch.setattr(write_link_commit, "BLOCK_SIZE", 100)  # as if there were work for two threads
+        data, opened, sizes = bytes(range(200)), list[int](), list[float]()
+
+        def pieces() -> Iterator[memoryview]:
+            opened.append(1)
+            return iter([memoryview(data)])
+
+        known = FileHashes(("the device's",), "the device's too")
+        plan = FilePlan("x", 200, pieces, head=head, in_memory=in_memory, hashes=known)
+        assert hashed(plan, "x.path", sizes.append, sha256=with_sha256) == FileRecord(
+            name="x",
+            path="x.path",
+            size=200,
+            blocks=known.blocks,
+            head=(head, known.head) if head else None,
+            sha256=(sha256(data),) if with_sha256 else (),
+            head_sha256=sha256(data[:head]) if head and with_sha256 else "",
+        )
+        assert sizes == ([200] if in_memory else [])
+        assert in_memory or len(opened) == with_sha256 * (1 + bool(head))
 
     def test_an_empty_file_has_no_blocks(self) -> None:
         record = hashed(FilePlan.of("x", b""), "x", lambda size: None, sha256=True)
         assert (record.size, record.blocks, record.sha256, record.head) == (0, (), (), None)
 
 
+@pytest.fixture
+def advanced(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """By how much the progress bar was advanced."""
+    sizes = list[float]()
+    monkeypatch.setattr(write_link_commit, "progress_bar", lambda *_, **__: nullcontext(sizes.append))
+    return sizes
+
+
 class TestLinking:
     def plan(self, data: bytes = b"weights", *, unchanged: bool = True) -> FilePlan:
         return replace(FilePlan.of("x", data), likely_unchanged=unchanged)
 
-    def test_a_file_is_linked_if_it_is_said_to_be_unchanged_and_is(self, root: MemoryStorage) -> None:
+    def test_a_file_is_linked_if_it_is_said_to_be_unchanged_and_is(
+        self, root: MemoryStorage, advanced: list[float]
+    ) -> None:
         first = Attempt("a")
         first.begin(root, ["x"])
         (written,) = first.write(root, [self.plan()], {})
@@ -110,25 +156,27 @@ class TestLinking:
                 links.append((source, target))
                 super().link(source, target)
 
-        noted = Noted(root.url)
+        noted, same = Noted(root.url), FileHashes(written.file.blocks, "")
         for number, (plan, known, linked) in enumerate(
             (
                 (self.plan(), earlier, True),
+                (replace(self.plan(unchanged=False), hashes=same), earlier, True),
                 (self.plan(unchanged=False), earlier, False),
                 (self.plan(b"another"), earlier, False),
                 (self.plan(b"longer than it"), earlier, False),
                 (self.plan(), {}, False),
             )
         ):
-            sizes = len(links)
+            links.clear()
+            advanced.clear()
             attempt = Attempt(f"n{number}")
             attempt.begin(noted, ["x"])
             (made,) = attempt.write(noted, [plan], known)
             assert made.linked == linked, number
-            assert len(links) - sizes == linked
+            assert links == ([("a/x", f"n{number}/x")] if linked else [])
+            assert sum(advanced) == plan.size
             assert root.read(f"n{number}/x") == b"".join(plan.pieces())
             assert made.file.blocks == (digest(root.read(f"n{number}/x")),)
-        assert links == [("a/x", "n0/x")]
 
     def test_one_that_nobody_has_read_is_read_first_and_written_where_it_is_damaged_or_gone(
         self, root: MemoryStorage, caplog: pytest.LogCaptureFixture
@@ -152,33 +200,53 @@ class TestLinking:
         (made,) = attempt.write(root, [self.plan()], {"x": EarlierFile("a", written.file)})
         assert (made.linked, root.read("e/x")) == (False, b"weights")
 
-    def test_of_a_checkpoint_that_is_amended_what_is_the_same_stays_where_it_is(self, root: MemoryStorage) -> None:
-        first = Attempt("a")
-        first.begin(root, ["x", "y", "z"])
-        plans = [FilePlan.of(path, path.encode()) for path in "xyz"]
-        written = first.write(root, plans, {})
+    def test_of_a_checkpoint_that_is_amended_what_is_the_same_stays_where_it_is(
+        self, root: MemoryStorage, advanced: list[float]
+    ) -> None:
+        opened: list[str] = []
+
+        def gathered(path: str, data: bytes) -> FilePlan:  # as of tensors that all ranks send, together and once
+            def pieces() -> Iterator[memoryview]:
+                opened.append(path)
+                yield memoryview(data)
+
+            return FilePlan(path, len(data), pieces)
+
+        other, first = Attempt("b"), Attempt("a")
+        other.begin(root, ["w"])
+        first.begin(root, ["v", "x", "y", "z"])
+        written = first.write(root, [FilePlan.of(path, path.encode()) for path in "vxyz"], {})
         earlier = {each.file.name: EarlierFile("a", each.file) for each in written}
-        opened = []
-
-        def pieces() -> Iterator[memoryview]:  # as of tensors that all ranks gather, together and once
-            opened.append("z")
-            yield memoryview(b"z")
-
-        plans = [plans[0], FilePlan.of("y", b"Y"), FilePlan("z", 1, pieces)]
-        again = Attempt("a", amends=True, occupied_paths=("x", "y", "z"), replaces=("x", "y", "z"))
-        again.begin(root, ["x", "y", "z"])
-        found = again.write(root, plans, earlier)
-        assert [(each.file.path == each.file.name, each.linked) for each in found] == [
-            (True, True),
-            (False, False),
-            (True, True),
+        (elsewhere,) = other.write(root, [FilePlan.of("w", b"w")], {})
+        earlier["w"] = EarlierFile("b", elsewhere.file)
+        again = Attempt("a", amends=True, occupied_paths=tuple("vxyz"), replaces=tuple("vxyz"))
+        again.begin(root, list("vwxyz"))
+        advanced.clear()
+        found = again.write(
+            root,
+            [
+                gathered("v", b"V"),
+                replace(FilePlan.of("w", b"w"), likely_unchanged=True),
+                replace(FilePlan.of("x", b"x"), contents=None),
+                FilePlan.of("y", b"Y"),
+                gathered("z", b"z"),
+            ],
+            earlier,
+        )
+        assert [(each.file.name, each.file.path == each.file.name, each.linked) for each in found] == [
+            ("v", False, False),
+            ("w", True, True),
+            ("x", True, True),
+            ("y", False, False),
+            ("z", True, True),
         ]
-        assert opened == ["z"]
+        assert opened == ["v", "z"]
+        assert sum(advanced) == 5
+        moved = {first.path_for(path) for path in "vyz"} | {again.path_for(path) for path in "vyz"}
+        assert keys(root, "a") == {f"a/{path}" for path in (*moved, "w", "x", MARKER)}  # x was not written in vain
         again.commit(root, manifest_of(again, found), {})
         stayed = {each.file.path for each in found}
-        assert {key for key in keys(root) if key.startswith("a/")} == {
-            f"a/{path}" for path in (*stayed, FILE_NAME, COPY_NAME)
-        }
+        assert keys(root, "a") == {f"a/{path}" for path in (*stayed, FILE_NAME, COPY_NAME)}
 
     def test_a_link_that_may_not_be_durable_fails_the_save(self, root: MemoryStorage) -> None:
         class Fails(PassedOn):
@@ -200,7 +268,9 @@ class TestLinking:
             assert attempt.path_for(path) == to
 
     @pytest.mark.parametrize("size", [100, 5 << 20])
-    def test_files_are_written_over_nothing_and_streams_are_closed(self, root: MemoryStorage, size: int) -> None:
+    def test_files_are_written_over_nothing_and_streams_are_closed(
+        self, root: MemoryStorage, size: int, advanced: list[float]
+    ) -> None:
         data, closed = os.urandom(size), list[int]()
 
         def stream() -> Any:
@@ -210,18 +280,26 @@ class TestLinking:
             finally:
                 closed.append(1)
 
-        attempt, sizes = Attempt("a", sha256=True), list[float]()
+        attempt = Attempt("a", sha256=True)
         plans = [FilePlan.of("memory.bin", data), FilePlan("stream.bin", size, stream, head=7)]
         memory, streamed = attempt.write(root, plans, {})
         assert closed == [1]
         assert memory.file.blocks == streamed.file.blocks
         assert memory.file.sha256 == streamed.file.sha256 != ()
         assert (streamed.file.head, memory.receipt) == ((7, digest(data[:7])), None)
-        assert sizes == []
+        assert sum(advanced) == 2 * size
         for plan in plans:
             with pytest.raises(ConflictError):
                 attempt.write(root, [plan], {})
         assert closed == [1, 1]
+
+    def test_what_a_device_has_hashed_and_streams_is_hashed_again_by_sha256_alone(self, root: MemoryStorage) -> None:
+        known = FileHashes(("the device's",), "the device's too")
+        plan = FilePlan("x", 7, lambda: iter([memoryview(b"weights")]), head=3, hashes=known)
+        for number, with_sha256 in enumerate((False, True)):
+            (made,) = Attempt(f"a{number}", sha256=with_sha256).write(root, [plan], {})
+            blocks = (digest(b"weights"),) if with_sha256 else known.blocks
+            assert (made.file.blocks, bool(made.file.sha256)) == (blocks, with_sha256)
 
 
 class TestCommits:
@@ -494,6 +572,77 @@ class TestCopies:
         assert [name for name in ("a", "b", "c") if find(target, name).committed] == ["c"]
         copies.close()
 
+    def test_of_a_signed_checkpoint_nothing_is_linked_and_every_byte_is_compared_by_sha256(
+        self, root: MemoryStorage, tmp_path: Path
+    ) -> None:
+        class NoLinks(PassedOn):
+            def link(self, source: str, target: str) -> None:
+                pytest.fail(f"links {target}")
+
+        new_key(tmp_path / "key")
+        key, copies = find_signing_key(tmp_path / "key"), Copies(root, NoLinks(new().url))
+        assert key is not None
+        copies.open_target([])
+        for number, name in enumerate("abc"):
+            attempt = replace(attempt_at(root, name), sha256=True)
+            signed = key.sign(manifest_of(attempt, begin_and_write(root, attempt), sequence=number))
+            attempt.commit(root, signed, {})
+            made = Trust((key.id,)).checked(signed)
+            if name == "c":
+                made = replace(made, files=tuple(replace(file, sha256=("0" * 64,)) for file in made.files))
+                with pytest.raises(DamagedError, match="was altered"):
+                    copies.copy(made)
+            else:
+                copies.copy(made)
+                assert is_whole(copies.target, made)
+        copies.close()
+
+    def test_of_a_copy_that_was_cut_off_what_is_there_with_its_size_is_not_sent_again(
+        self, root: MemoryStorage
+    ) -> None:
+        sent: list[str] = []
+
+        class Noted(PassedOn):
+            def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+                sent.append(key)
+                super().write(key, pieces, over=over)
+
+        target = new()
+        made = save(root, "a", {"x.json": b"1", "y.json": b"2"})
+        target.write("a/x.json", [b"1"])
+        target.write("a/y.json", [b""])
+        copies = Copies(root, Noted(target.url))
+        copies.open_target(["a"])
+        copies.copy(made)
+        assert sent == [f"a/{path}" for path in (MARKER, "y.json", FILE_NAME, COPY_NAME)]
+        assert is_whole(target, made)
+        copies.close()
+
+    def test_who_does_not_lead_removes_nothing_and_a_removal_that_fails_is_no_error(
+        self, root: MemoryStorage, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class Stuck(PassedOn):
+            def delete(self, keys: Iterable[str]) -> None:
+                raise StorageError("read-only")
+
+        target = new()
+        made = [save(root, name, sequence=number) for number, name in enumerate("ab")]
+        leader = Copies(root, target)
+        leader.open_target([])
+        for each in made:
+            leader.copy(each)
+        leader.close()
+        for copies, left in (
+            (Copies(root, target, keep=ckpt.Keep(last=1), is_leader=False), ["a", "b"]),
+            (Copies(root, Stuck(target.url), keep=ckpt.Keep(last=1)), ["a", "b"]),
+            (Copies(root, target, keep=ckpt.Keep(last=1)), ["b"]),
+        ):
+            copies.open_target([])
+            copies.copy(made[1])
+            assert [name for name in "ab" if find(target, name).committed] == left
+            copies.close()
+        assert caplog.text.count("could not remove old copies: read-only") == 1
+
     def test_who_does_not_lead_locks_and_sweeps_nothing_and_sends_its_own_files(self, root: MemoryStorage) -> None:
         target = new()
         begin_and_write(target, attempt_at(target, "cut"))
@@ -660,6 +809,7 @@ class TestPlaces:
 
 def test_what_nobody_has_said(root: MemoryStorage, tmp_path: Path) -> None:
     record = hashed(FilePlan.of("x", b"1"), "x", lambda size: None)
+    assert record.sha256 == ()
     assert (EarlierFile("a", record).was_read, WrittenFile(record).linked, WrittenFile(record).receipt) == (
         True,
         False,
@@ -667,6 +817,7 @@ def test_what_nobody_has_said(root: MemoryStorage, tmp_path: Path) -> None:
     )
     attempt = Attempt("a")
     assert (attempt.sha256, attempt.sequence, attempt.expected_version, attempt.replaces) == (False, 0, None, ())
+    assert [attempt.amends] == [False]
     assert Attempt("a").id != attempt.id
     copies = Copies(root, root)
     assert (copies.has_all_files, copies.is_leader, copies.was_listed, copies.progress) == (True, True, False, (0, 0))
@@ -700,6 +851,29 @@ class TestDeleting:
         assert caplog.text.count("from its copy") == 1
         listed = sweep(root)
         assert sweep(root, listed=listed) is listed
+        root.write(f"c/{COPY_NAME}", [whole[f"c/{COPY_NAME}"][:-1] + b"x"])
+        far = PassedOn(root.url)
+        far.is_local = False
+        sweep(far)  # reads no copy there: a request for each
+        assert root.read(f"c/{COPY_NAME}") != whole[f"c/{COPY_NAME}"]
+
+    def test_a_sweep_mends_beside_readers_and_not_beside_who_removes_or_replaces(self, root: MemoryStorage) -> None:
+        save(root, "a")
+        root.delete([f"a/{COPY_NAME}"])
+        for shared in (False, True):
+            with root.lock("a", shared=shared):
+                sweep(root)
+            assert (f"a/{COPY_NAME}" in keys(root)) == shared
+
+    def test_a_sweep_takes_unfinished_files_of_any_folder_unless_they_are_too_young(self, tmp_path: Path) -> None:
+        storage = LocalStorage(tmp_path)
+        save(storage, "a")
+        left = tmp_path / "a" / ".x.json.0.ckpt-tmp"
+        left.touch()
+        sweep(storage, age=DAY)
+        assert left.exists()
+        sweep(storage)
+        assert not left.exists()
 
     def test_where_others_write_too_young_leftovers_and_those_that_are_resumed_stay(self, root: MemoryStorage) -> None:
         for name in ("young", "old", "spared"):

@@ -5,24 +5,29 @@ from __future__ import annotations
 import logging
 import platform
 import shutil
-from collections.abc import Iterable
-from contextlib import ExitStack
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 import ckpt
 from ckpt.formats.native import manifest as manifest_format
-from ckpt.formats.native.manifest import FILE_NAME, LARGEST_SEQUENCE, FileRecord, Manifest
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, LARGEST_SEQUENCE, FileRecord, Manifest
 from ckpt.formats.tensors import FilePlan
 from ckpt.ranks.consensus import Result, SingleProcess
 from ckpt.ranks.hosts import Hosts
-from ckpt.root.catalog import History, Overview, Summary, find
-from ckpt.root.write_link_commit import EarlierFile
+from ckpt.root.catalog import History, Overview, PastAttempt, Summary, find
+from ckpt.root.signing import Seal
+from ckpt.root.write_link_commit import EarlierFile, WrittenFile
 from ckpt.save import root_writer
 from ckpt.save.root_writer import (
+    AttemptLog,
     Lineage,
     Links,
     Numbering,
@@ -68,6 +73,13 @@ class Unsure(PassedOn):
         if self.fails and key.endswith(FILE_NAME):
             raise ckpt.TransientError("nobody answers")
         return super().read(key, start, stop)
+
+
+class Away(PassedOn):
+    """A storage that does not answer."""
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        raise ckpt.TransientError("nobody answers")
 
 
 class NotSynced(PassedOn):
@@ -202,24 +214,37 @@ class TestOvertaking:
         writer.close()
 
     def test_the_newest_of_the_mirror_counts_though_the_root_is_empty(self, tmp_path: Path) -> None:
-        class Copied:
-            newest = Manifest(name="copied", id="id", sequence=7, created=MOMENT, run="run", files=())
-
-            def start(self, newest_first: list[Manifest]) -> None: ...
-
-        writer = writer_of(tmp_path, mirror=Copied())
+        mirror = Mirrored()
+        mirror.newest = manifest_named("copied", sequence=7)
+        writer = writer_of(tmp_path, mirror=mirror)
         with pytest.raises(ckpt.ConfigError, match=r"copied is the newest"):
             save(writer, "a")
 
-    def test_a_name_that_another_run_has_written_meanwhile_is_kept(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(("mirrored", "reserved"), [(1, 3), (7, 8)])
+    def test_numbers_are_above_those_of_the_root_and_of_the_mirror(
+        self, tmp_path: Path, mirrored: int, reserved: int
+    ) -> None:
+        first = writer_of(tmp_path)
+        for name in ("a", "b"):
+            save(first, name)
+        first.close()
+        mirror = Mirrored()
+        mirror.newest = manifest_named("copied", sequence=mirrored)
+        writer = writer_of(tmp_path, mirror=mirror)
+        writer.hold()
+        assert writer.reserve() == reserved
+        writer.close()
+
+    @pytest.mark.parametrize("name", ["a", "b"])
+    def test_a_name_that_another_run_has_written_meanwhile_is_kept(self, tmp_path: Path, name: str) -> None:
         writer = writer_of(tmp_path)
         save(writer, "a")
-        theirs = Manifest(name="b", id="theirs", sequence=9, created=MOMENT, run="theirs", files=())
-        writer.storage.write(f"b/{FILE_NAME}", [theirs.to_bytes()])
-        with pytest.raises(ckpt.ConflictError, match=r"another run has saved .*b in the meantime"):
-            save(writer, "b")
+        theirs = manifest_named(name, id="theirs", run="theirs")
+        writer.storage.write(f"{name}/{FILE_NAME}", [theirs.to_bytes()])
+        with pytest.raises(ckpt.ConflictError, match=rf"another run has saved .*{name} in the meantime"):
+            save(writer, name)
         writer.close()
-        found = find(writer.storage, "b").manifest
+        found = find(writer.storage, name).manifest
         assert found is not None
         assert found.id == "theirs"
 
@@ -240,6 +265,17 @@ class TestAnUnsureCommit:
         writer.close()
         assert again.sequence == 3
         assert ckpt.verify(tmp_path) == {"a": [], "b": []}
+
+    def test_nor_is_a_number_that_was_higher_than_the_one_reserved_for_it(self, tmp_path: Path) -> None:
+        writer = writer_of(storage := Unsure(tmp_path, takes_effect=False))
+        first, second = writer.reserve(), writer.reserve()
+        writer.commit(writer.begin("b", [], number=second), [], {"seconds": SECONDS})
+        storage.fails = True
+        with pytest.raises(ckpt.TransientError):
+            writer.commit(writer.begin("a", [], number=first), [], {"seconds": SECONDS})
+        storage.fails = False
+        assert save(writer, "c").sequence == 4
+        writer.close()
 
     @pytest.mark.parametrize(
         "is_local",
@@ -291,6 +327,9 @@ class TestALostLock:
         assert (names(root), again.sequence) == (["b"], 2)
         with pytest.raises(ckpt.LockedError):
             writer_of(root).hold()
+        (root / ".lock").unlink()
+        save(writer, "c")  # nobody was there meanwhile, and nothing is gone
+        assert "These checkpoints are gone: none." in caplog.text
         writer.close()
 
     def test_what_others_have_committed_meanwhile_must_be_resumed_from_first(self, tmp_path: Path) -> None:
@@ -343,6 +382,56 @@ class TestRetention:
         first.close()
         writer_of(tmp_path, keep=ckpt.Keep(last=1)).retain()
         assert names(tmp_path) == ["b", "a"]
+
+    def test_a_run_that_has_committed_nothing_removes_nothing_at_its_end(self, tmp_path: Path) -> None:
+        first = writer_of(tmp_path)
+        for name in ("a", "b"):
+            save(first, name)
+        first.close()
+        writer = writer_of(tmp_path, keep=ckpt.Keep(last=1), mirror=Mirrored())
+        writer.hold()
+        writer.close()
+        assert names(tmp_path) == ["b", "a"]
+
+    def test_all_ranks_are_told_that_it_is_at_work_and_a_failure_is_no_error(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class Working(SingleProcess):
+            told: ClassVar[list[bool]] = []
+
+            @contextmanager
+            def working(self, *, job_wide: bool = False) -> Iterator[None]:
+                self.told.append(job_wide)
+                yield
+
+        class Stuck(PassedOn):
+            def delete(self, keys: Iterable[str]) -> None:
+                raise ckpt.StorageError("read-only")
+
+        writer = RootWriter(Stuck(str(tmp_path)), Working(), ckpt.Keep(last=1), mirror := Mirrored())  # type: ignore[arg-type]
+        save(writer, "a")
+        save(writer, "b")
+        writer.retain()
+        assert (Working.told, names(tmp_path)) == ([True], ["b", "a"])
+        assert "could not remove old checkpoints: read-only" in caplog.text
+        writer.close()
+        assert mirror.is_closed
+        assert Working.told == [True] * 3
+
+    def test_a_damaged_checkpoint_that_was_saved_anew_is_damaged_no_more_and_what_is_damaged_is_not_mirrored(
+        self, tmp_path: Path
+    ) -> None:
+        writer = writer_of(tmp_path, mirror=(mirror := Mirrored()))
+        for name in ("a", "b"):
+            save(writer, name)
+        writer.damaged |= {"a", "b"}
+        save(writer, "a")
+        assert writer.damaged == {"b"}
+        writer.close()
+        mirror.started.clear()
+        writer.hold()
+        assert mirror.started == ["a"]
+        writer.close()
 
     def test_a_checkpoint_that_was_removed_does_not_count_as_kept(self, tmp_path: Path) -> None:
         writer = writer_of(tmp_path, keep=ckpt.Keep(last=2))
@@ -461,6 +550,28 @@ class TestCommits:
         assert made.hardware
         writer.close()
 
+    def test_one_that_only_amends_documents_is_no_news(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        writer = writer_of(tmp_path)
+        for amends, file, linked, is_news in (
+            (False, "state.json", False, True),
+            (True, "state.json", False, False),
+            (True, "model.safetensors", True, False),
+            (True, "model.safetensors", False, True),
+        ):
+            caplog.clear()
+            record = FileRecord(name=file, path=file, size=0, blocks=())
+            with caplog.at_level(logging.INFO, "ckpt"):
+                attempt = replace(writer.begin("a", []), amends=amends)
+                writer.commit(attempt, [WrittenFile(record, linked=linked)], {"seconds": SECONDS})
+            assert bool(caplog.messages) == is_news, (amends, file, linked)
+        writer.close()
+
+    def test_files_are_hashed_by_sha256_where_the_seal_wants_it(self, tmp_path: Path) -> None:
+        for number, (seal, wanted) in enumerate(((None, False), (Seal(), False), (Seal(with_sha256=True), True))):
+            writer = writer_of(tmp_path / f"{number}", seal=seal)
+            assert writer.begin("a", []).sha256 == wanted
+            writer.close()
+
     def test_a_folder_or_a_root_of_accelerate_is_kept_as_it_is(self, tmp_path: Path) -> None:
         (tmp_path / "theirs").mkdir()
         (tmp_path / "theirs" / "random_states_0.pkl").write_bytes(b"x")
@@ -496,6 +607,13 @@ class TestCommits:
         writer.close()
         assert writer.committed_as("a") is None
         assert not (tmp_path / "a" / "state.json").exists()
+        again = writer_of(tmp_path, keep=ckpt.Keep(last=5))
+        again.follow(third, ())
+        save(again, "a")
+        again.retain()
+        again.close()
+        (past,) = (past for past in History.of(writer.storage).saves if past.summary.id == second.id)
+        assert past.seconds == SECONDS  # another process had saved what it replaced
 
     def test_one_whose_manifest_was_replaced_by_others_is_not_taken_for_ours(self, tmp_path: Path) -> None:
         writer = writer_of(tmp_path)
@@ -503,6 +621,8 @@ class TestCommits:
         save(writer, "b")
         theirs = manifest_named("a", id="theirs")
         writer.storage.write(f"a/{FILE_NAME}", [theirs.to_bytes()])
+        assert writer.committed_as("a") is None
+        writer.storage.delete([f"a/{FILE_NAME}", f"a/{COPY_NAME}"])
         assert writer.committed_as("a") is None
         writer.close()
 
@@ -568,6 +688,8 @@ class TestCommits:
         assert [writer.links.are_known] == [False]
         writer.follow(first, [])
         assert [writer.links.are_known] == [True]
+        writer.links.follow_unread(Away(str(tmp_path)), "a")
+        assert [writer.links.are_known] == [True]  # as they were: the save goes on
         writer.links.follow_unread(writer.storage, "none")
         assert writer.links.files == {}
         writer.close()
@@ -575,27 +697,36 @@ class TestCommits:
 
     def test_a_hosts_own_root_gets_the_manifest_of_files_that_are_there(self, tmp_path: Path) -> None:
         storage = open_storage(str(tmp_path))
-        record = FileRecord(name="x", path="x", size=0, blocks=())
+        records = tuple(FileRecord(name=path, path=path, size=0, blocks=()) for path in ("x", "of another host"))
         for name, present, adopted in (("a", ["x"], True), ("b", ["y"], False), ("c", ["x", FILE_NAME], False)):
             for path in present:
                 storage.write(f"{name}/{path}", [b"1"])
-            adopt(storage, manifest_named(name, files=(record,)))
+            adopt(storage, manifest_named(name, files=records))
             written = storage.version(f"{name}/{FILE_NAME}") is not None and storage.read(f"{name}/{FILE_NAME}") != b"1"
             assert written == adopted, name
+        for number, (hosts, tier, adopted) in enumerate(
+            (((0, 1), 0, True), ((0, 1), 1, True), ((0, 1), -1, False), ((0, 0), 0, False))
+        ):
+            storage.write(f"n{number}/x", [b"1"])
+            writer = RootWriter(storage, Rank(), hosts=Hosts(hosts, ("x", "y")))
+            writer.follow(manifest_named(f"n{number}", files=records), (), tier)
+            assert (storage.version(f"n{number}/{FILE_NAME}") is not None) == adopted, number
 
 
 class Mirrored:
     """A mirror that has a checkpoint of that name, and holds those that it is to copy until it is closed."""
 
-    newest = None
+    newest: Manifest | None = None
     error: str | None = None
     storage: Storage | None = None
     is_closed = False
 
     def __init__(self, *taken: str) -> None:
         self.taken, self.enqueued, self._held = taken, list[Manifest](), ExitStack()
+        self.started: list[str] = []
 
-    def start(self, newest_first: list[Manifest]) -> None: ...
+    def start(self, newest_first: list[Summary]) -> None:
+        self.started += [summary.name for summary in newest_first]
 
     def is_free(self, name: str) -> bool:
         return name not in self.taken
@@ -648,6 +779,8 @@ class TestTakingARoot:
             other.hold()  # nobody has held it since
             with pytest.raises(ckpt.LockedError), writer.taking() as take:
                 take()
+            with pytest.raises(ckpt.LockedError):
+                writer.hold()
             other.close()
             with writer.taking() as take:
                 take()
@@ -791,3 +924,109 @@ def test_nothing_is_saved_into_what_accelerate_wrote(held: Any, files: Any, pres
             root_writer.refuse_foreign(storage, "x", known, present)
     else:
         root_writer.refuse_foreign(storage, "x", known, present)
+
+
+class TestTheAttempt:
+    """What a process tells the history of itself."""
+
+    def log(self, steps: list[int]) -> AttemptLog:
+        return AttemptLog(lambda: steps[-1], lambda: {"loss": [(1, 0.5)]})
+
+    def stored(self, log: AttemptLog) -> PastAttempt | None:
+        storage = MemoryStorage(f"attempt-{id(log)}")
+        log.store(History(storage), "run")
+        return next(iter(History.of(storage).attempts), None)
+
+    def test_it_begins_where_its_first_load_has_left_it_and_counts_what_later_ones_redo(self) -> None:
+        steps, resumed = [0], resumption(manifest_named("a"), 0, {})
+        log = self.log(steps)
+        steps.append(10)
+        log.loaded(0, resumed)
+        for before, after in ((14, 12), (13, 13), (13, 20), (25, 22)):
+            steps.append(after)
+            log.loaded(before, {})
+        with log.waiting():
+            time.sleep(0.002)
+        log.end(None)
+        found = self.stored(log)
+        assert found is not None
+        assert (found.run, found.first, found.last, found.redone) == ("run", 10, 22, 5)
+        assert (found.resumed, found.ended, found.reason) == (resumed, "finished", "")
+        assert found.metrics == {"loss": [(1, 0.5)]}
+        assert 0.002 <= found.seconds["waited"] <= found.seconds["total"]
+        assert 0 <= found.seconds["ready"] <= found.seconds["total"]
+
+    @pytest.mark.parametrize(
+        ("error", "told", "ended", "reason"),
+        [
+            (None, None, "finished", ""),
+            (SystemExit(0), None, "finished", ""),
+            (SystemExit(None), None, "finished", ""),
+            (SystemExit(3), None, "failed", "SystemExit: 3"),
+            (ValueError(""), None, "failed", "ValueError"),
+            (ValueError("too large"), None, "failed", "ValueError: too large"),
+            (ValueError("too large"), signal.SIGTERM, "stopped", "SIGTERM"),
+        ],
+    )
+    def test_how_it_ended(
+        self, error: BaseException | None, told: signal.Signals | None, ended: str, reason: str
+    ) -> None:
+        log = self.log([0])
+        log.end(error, told)
+        assert (log.ended, log.reason) == (ended, reason)
+
+    @pytest.mark.parametrize(
+        ("last", "since", "resumed", "error", "is_told"),
+        [
+            (0, 0, False, None, False),
+            (1, 0, False, None, True),
+            (0, 1, False, None, True),
+            (0, 0, True, None, False),
+            (0, 0, False, ValueError(), False),
+            (0, 0, True, ValueError(), True),
+        ],
+    )
+    def test_one_in_which_nothing_has_happened_is_not_told(
+        self, last: int, since: int, resumed: bool, error: BaseException | None, is_told: bool
+    ) -> None:
+        steps = [0]
+        log = self.log(steps)
+        log.loaded(0, resumption(manifest_named("a"), 0, {}) if resumed else {})
+        steps.append(last)
+        log.since = since
+        log.end(error)
+        assert (self.stored(log) is not None) == is_told
+
+    def test_a_training_that_is_gone_has_come_as_far_as_it_had(self) -> None:
+        steps = [7]
+        log = self.log(steps)
+        self.stored(log)
+        steps.append(0)
+        found = self.stored(log)
+        assert found is not None
+        assert found.last == 7
+
+    def test_one_whose_manager_was_never_closed_has_exited(self) -> None:
+        storage, far = MemoryStorage("attempt-dropped"), PassedOn("memory://attempt-dropped")
+        far.is_local = False
+        for root, ended, is_here, told in (
+            (storage, "", True, "exited"),
+            (far, "", True, ""),
+            (storage, "finished", True, ""),
+            (storage, "", False, ""),
+        ):
+            log = self.log([7])
+            log.dropped()  # nothing was ever stored
+            log.store(History(root), "run")
+            log.ended = ended
+            log._owner.is_here = is_here
+            log.dropped()
+            assert History.of(storage).attempts[-1].ended == told, (root, ended, is_here)
+
+    def test_its_first_checkpoint_is_the_one_that_it_names(self, tmp_path: Path) -> None:
+        writer = writer_of(tmp_path, attempt=(log := self.log([7])))
+        for name in ("a", "b"):
+            save(writer, name)
+        assert log.since == 1
+        writer.close()
+        assert [found.since for found in History.of(writer.storage).attempts] == [1]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,12 @@ from torch import nn
 
 import ckpt
 from ckpt.formats.layout import Layout
-from ckpt.formats.native.manifest import FileRecord, Manifest
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, FileRecord, Manifest
 from ckpt.formats.native.shard_table import ShardedState, ShardSpec, ShardTable
 from ckpt.formats.tensors import FilePlan
 from ckpt.ranks.consensus import SingleProcess
 from ckpt.ranks.hosts import Hosts
+from ckpt.root.catalog import History
 from ckpt.save import capture as capturing
 from ckpt.save import transaction
 from ckpt.save.capture import (
@@ -189,11 +191,18 @@ class Working(SingleProcess):
         self.at_work -= 1
 
 
-def request(name: str = "a", do: Any = lambda: None, ranks: Any = None, *, check_room: bool = False) -> SaveRequest:
+def request(
+    name: str = "a",
+    do: Any = lambda: None,
+    ranks: Any = None,
+    *,
+    check_room: bool = False,
+    values: Sequence[torch.Tensor] = (torch.ones(3),),
+) -> SaveRequest:
     class Value:
         def state_dict(self) -> dict[str, Any]:
             do()
-            return {"value": torch.ones(3)}
+            return {"value": values[-1]}
 
         def load_state_dict(self, state: Any) -> None: ...
 
@@ -303,6 +312,44 @@ class TestTheSaver:
         assert [manifest.name for manifest in enqueued] == ["a"]
         saver.close()
 
+    def test_one_that_amends_is_saved_if_anything_has_changed_and_keeps_the_files_that_have_not(
+        self, tmp_path: Path
+    ) -> None:
+        values = [torch.ones(3)]
+        saver = Saver(writer := RootWriter(open_storage(tmp_path), SingleProcess()))
+        first = request("a", values=values)
+        further = {"progress": {"step": 1}, "metrics": {"loss": 0.5}}
+        left, seen = set[str](), list[tuple[bool, set[str]]]()
+        for each in (
+            replace(first, amends=True),  # there is none yet
+            replace(first, amends=True),
+            replace(first, amends=True, facts=further),
+            replace(first, amends=True, facts={**further, "progress": {"step": 2}}),
+            replace(first, amends=True, facts=further, capture=request("a", values=[torch.zeros(3)]).capture),
+            first,
+            first,
+        ):
+            before = writer.committed_as("a")
+            saver.save(each, wait=True)
+            made = writer.committed_as("a")
+            assert made is not None
+            files = {file.path for file in made.files}
+            seen.append((before is not None and made.id == before.id, {file.split(".")[0] for file in files - left}))
+            left = files
+            assert {path.name for path in (tmp_path / "a").iterdir()} == {*files, FILE_NAME, COPY_NAME}
+            assert ckpt.verify(tmp_path) == {"a": []}
+        new = {"rank-00000", "state", "x"}
+        assert seen == [
+            (False, new),
+            (True, set()),
+            (False, set()),
+            (False, set()),
+            (False, {"x"}),
+            (False, new),
+            (False, new),
+        ]
+        saver.close()
+
     def test_ranks_talk_no_more_than_they_must(self, tmp_path: Path) -> None:
         class Talking(SingleProcess):
             def channel(self, name: str) -> Talking:
@@ -386,6 +433,28 @@ class TestRoomOnTheDisk:
             make_room(writer, "s4", FACTS, 5000)
         assert [summary.name for summary in writer.lock.committed] == ["s3", "s2"]
         assert "s1 to make room for s4" in caplog.text
+        assert [past.summary.name for past in History.of(writer.storage).saves] == ["s1", "s2", "s3"]
+
+    @pytest.mark.parametrize(("damaged", "left"), [(["s3"], ["s2"]), (["s2", "s3"], ["s1"]), (["s1"], ["s3"])])
+    def test_the_newest_that_is_intact_is_no_room(
+        self, writer: RootWriter, monkeypatch: pytest.MonkeyPatch, damaged: list[str], left: list[str]
+    ) -> None:
+        monkeypatch.setattr(transaction, "_free", lambda path: 0)
+        writer.damaged.update(damaged)
+        make_room(writer, "s4", FACTS, 8192)
+        assert [summary.name for summary in writer.lock.committed] == left
+
+    def test_where_none_is_intact_or_all_but_one_are_replaced_nothing_is_removed(
+        self, writer: RootWriter, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(transaction, "_free", lambda path: 0)
+        monkeypatch.setattr(transaction, "filesystem_type", lambda path: "ext4")
+        writer.damaged.update(["s1", "s2", "s3"])
+        with pytest.raises(ckpt.FullError, match=r"are free there\. Nothing"):
+            make_room(writer, "s4", FACTS, 8192)
+        writer.damaged.clear()
+        make_room(writer, "s1", FACTS, 8192)  # what is replaced makes no room before the commit
+        assert [summary.name for summary in writer.lock.committed] == ["s3", "s1"]
 
     def test_the_newest_is_no_room_and_nothing_is_removed_where_it_does_not_suffice(
         self, writer: RootWriter, monkeypatch: pytest.MonkeyPatch
@@ -436,6 +505,7 @@ class TestRoomOnTheDisk:
         (tmp_path / "a" / "deep").mkdir(parents=True)
         (tmp_path / "a" / "deep" / "own").write_bytes(os.urandom(10_000))
         before = transaction._own_bytes(tmp_path / "a")
+        assert before == (tmp_path / "a" / "deep" / "own").stat().st_blocks * 512
         (tmp_path / "a" / "linked").write_bytes(os.urandom(10_000))
         assert transaction._own_bytes(tmp_path / "a") >= before + 10_000
         os.link(tmp_path / "a" / "linked", tmp_path / "other")
