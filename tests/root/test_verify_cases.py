@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -26,7 +27,7 @@ from ckpt.root import catalog, signing
 from ckpt.root import verify as verifying
 from ckpt.root.catalog import MARKER, Overview, find, mark_save
 from ckpt.root.retention import Keep
-from ckpt.root.signing import Seal, Trust, find_signing_key, find_verify_keys, new_key, open_trust
+from ckpt.root.signing import Head, Seal, Trust, find_signing_key, find_verify_keys, new_key, open_trust
 from ckpt.root.verify import (
     COMPLETE,
     DAMAGED,
@@ -565,6 +566,76 @@ class TestTrust:
         Path(keys[0] + ".empty").touch()
         with pytest.raises(ConfigError, match="contains no key"):
             find_verify_keys(keys[0] + ".empty")
+
+    def test_a_head_is_a_run_with_or_without_a_number(self, tmp_path: Path) -> None:
+        run, path = "0a" * 16, tmp_path / "head"
+        assert Head.parse(run) == Head(run, 0)
+        assert Head.parse(f"{run}:17\n", "x") == Head(run, 17, "x")
+        assert Head.remembered(path) == Head(path=str(path))
+        path.write_text(f"{run}:3\n")
+        assert Head.remembered(path) == Head(run, 3, str(path))
+        for wrong, where in (("run", ""), (f"{run}:x", "head"), (f"{run[1:]}", "head")):
+            with pytest.raises(ConfigError, match=f"{where or 'the run that is required'} must be RUN or RUN:NUMBER"):
+                Head.parse(wrong, where)
+        with pytest.raises(ConfigError, match=r"could not read .*, which keeps the number"):
+            Head.remembered(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("head", "run", "number", "problem"),
+        [
+            (Head(), "run", 1, ""),
+            (Head("run"), "run", 1, ""),
+            (Head("run", 7), "run", 7, ""),
+            (Head("run", 7), "run", 8, ""),
+            (Head("run", 7), "run", 6, r"had reached number 7: .* To go back on purpose, require the run without a"),
+            (Head("run", 7, "head"), "run", 6, r"To go back on purpose, name a checkpoint, .*, remove head"),
+            (Head("run", 7), "other", 8, "it belongs to run other, not to run"),
+        ],
+    )
+    def test_what_is_of_another_run_or_older_than_the_head_is_refused(
+        self, head: Head, run: str, number: int, problem: str
+    ) -> None:
+        found = head.problem(replace(manifest_with("x"), run=run, sequence=number))
+        assert bool(found) == bool(problem)
+        assert re.search(problem, found)
+        if head.run in ("", run):
+            head.refuse_other(run, "root")
+        else:
+            with pytest.raises(UntrustedError, match="root had checkpoints of run run, up to number 7"):
+                head.refuse_other(run, "root")
+
+    @pytest.mark.parametrize(
+        ("known", "run", "number", "remembered"),
+        [
+            (("", 0), "run", 1, "run:1"),
+            (("run", 7), "run", 8, "run:8"),
+            (("run", 7), "run", 7, ""),
+            (("run", 7), "run", 6, ""),
+            (("run", 7), "other", 8, ""),
+        ],
+    )
+    def test_a_head_goes_forward_alone(
+        self,
+        tmp_path: Path,
+        caplog: pytest.LogCaptureFixture,
+        known: tuple[str, int],
+        run: str,
+        number: int,
+        remembered: str,
+    ) -> None:
+        saved = replace(manifest_with("x"), run=run, sequence=number)
+        head = Head(*known, str(tmp_path / "head"))
+        head.advance(saved)
+        assert (f"{head.run}:{head.number}" if remembered else "") == remembered
+        assert ((tmp_path / "head").read_text() if remembered else "") == (f"{remembered}\n" if remembered else "")
+        assert (tmp_path / "head").exists() == bool(remembered)
+        nowhere = Head(*known)
+        nowhere.advance(saved)
+        assert nowhere == Head(*known)
+        (tmp_path / "file").touch()
+        stuck = Head(*known, str(tmp_path / "file" / "head"))
+        stuck.advance(saved)
+        assert ("which keeps the number of the newest checkpoint" in caplog.text) == bool(remembered)
 
     def test_a_private_key_that_others_may_read_is_refused_and_none_is_overwritten(self, keys: tuple[str, str]) -> None:
         assert os.stat(keys[0]).st_mode & 0o777 == 0o600

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -44,8 +44,9 @@ from ckpt.save.snapshot.tensor_copies import Group, Leaves, TensorCopy
 from ckpt.save.transaction import SaveRequest, make_room, merge_reports
 from ckpt.state import rng
 from ckpt.state.parts import ObjectPart
-from ckpt.storage import open_storage
+from ckpt.storage import Buffer, open_storage
 from tests.helpers.byte_checkpoints import MOMENT, save
+from tests.helpers.places import Folder, PassedOn
 from tests.helpers.processes import DEADLINE
 
 
@@ -394,6 +395,89 @@ class TestTheSaver:
         saver.wait()
         assert settled == [1]
         assert saver.root.held is not None
+        saver.close()
+        assert ckpt.verify(tmp_path) == {"a": []}
+
+    def test_who_abandons_waits_for_the_save_under_way_for_so_long_and_then_for_no_other_rank(
+        self, tmp_path: Path
+    ) -> None:
+        class Leaving(SingleProcess):
+            left = 0
+
+            def channel(self, name: str) -> Leaving:
+                return self
+
+            def abandon(self) -> None:
+                self.left += 1
+
+        go_on, ranks = threading.Event(), Leaving()
+        saver = Saver(RootWriter(storage := open_storage(tmp_path), ranks))
+        write = storage.write
+
+        def gated(key: str, pieces: Any, **options: Any) -> None:
+            assert go_on.wait(DEADLINE)
+            write(key, pieces, **options)
+
+        storage.write = gated  # type: ignore[method-assign]
+        saver.abandon(DEADLINE)  # nothing is under way
+        assert ranks.left == 1
+        saver.save(request(), wait=False)
+        saver.abandon(0.0)
+        assert (ranks.left, saver.busy) == (2, True)
+        opening = threading.Timer(0.05, go_on.set)
+        opening.start()
+        saver.abandon(DEADLINE)
+        assert (ranks.left, saver.busy) == (3, False)
+        opening.join()
+        saver.close()
+
+    @pytest.mark.parametrize(
+        ("saves", "reads", "is_released"), [(True, False, 0), (False, True, 0), (True, True, 0), (False, False, 1)]
+    )
+    def test_memory_is_given_back_when_nothing_uses_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: bool, reads: bool, is_released: int
+    ) -> None:
+        saver, released = Saver(RootWriter(open_storage(tmp_path), SingleProcess())), list[int]()
+        reading: Any = SimpleNamespace(done=threading.Event(), stop=lambda: None, proven=frozenset())
+        assert not saver.read_back.busy
+        saver.read_back._reading = reading
+        assert saver.read_back.busy
+        if not reads:
+            reading.done.set()
+        written: Any = SimpleNamespace(release=lambda: released.append(1))
+        saver._written = written
+        with monkeypatch.context() as patch:
+            patch.setattr(Saver, "busy", saves)
+            for _ in range(2):
+                saver.release_idle()
+        assert len(released) == is_released
+        saver.close()
+
+    @pytest.mark.parametrize("wait", [True, False])
+    def test_a_save_that_is_waited_for_is_published_when_it_returns(self, tmp_path: Path, wait: bool) -> None:
+        ranks, at_work = Working(), list[bool]()
+
+        class Staged(PassedOn):
+            def __init__(self) -> None:
+                super().__init__(Folder(tmp_path))
+                self.staged: dict[str, bytes] = {}
+
+            def stage(self, key: str, pieces: Iterable[Buffer]) -> str:
+                self.staged[key] = b"".join(pieces)
+                return key
+
+            def publish(self, receipts: Mapping[str, str], *, gone: Iterable[str] = ()) -> None:
+                for key, receipt in receipts.items():
+                    self.inner.write(key, [self.staged[receipt]])
+
+            def settle(self) -> None:
+                at_work.append(ranks.at_work > 0)
+
+        saver = Saver(RootWriter(Staged(), ranks))
+        saver.save(request(ranks=ranks), wait=wait)
+        assert at_work == ([True] if wait else [])
+        saver.wait()
+        assert at_work == ([True, False] if wait else [False])
         saver.close()
         assert ckpt.verify(tmp_path) == {"a": []}
 
