@@ -20,7 +20,7 @@ from typing import Any
 from ckpt.errors import RanksError
 from ckpt.formats.layout import Layout, layout_from_json
 from ckpt.formats.native import tensor_file
-from ckpt.formats.native.shard_table import EVERY, ShardSpec, ShardTable, balanced, disagreements
+from ckpt.formats.native.shard_table import EVERY, ShardSpec, ShardTable, balanced
 from ckpt.ranks.consensus import MAIN
 from ckpt.ranks.store_and_heartbeats import format_ranks
 from ckpt.save.rank_description import TIED
@@ -38,7 +38,7 @@ def judge(details: list[dict[str, Any]]) -> Verdict:
     mixed = sorted({key for way_of in ways for key, way in way_of.items() if ways[MAIN].get(key, way) != way})
     if mixed:
         tables = [rank["tables"] for rank in details]
-        refuse_to_mix([line for key in mixed for line in _disagreements(key, tables)])
+        refuse_to_mix([_ways_to_write(key, tables) for key in mixed])
     return Verdict.on(details)
 
 
@@ -282,19 +282,14 @@ def refuse_to_mix(problems: list[str], drifted: Sequence[str] = ()) -> None:
         raise RanksError(Lines.listing(head, drifted, advice))
 
 
-def _disagreements(key: str, tables: list[dict[str, Any]]) -> list[str]:
-    """How a part differs between ranks: how it is written, its tensors, or how those are sharded."""
+def _ways_to_write(key: str, tables: list[dict[str, Any]]) -> str:
+    """How each rank writes a part that they write in different ways."""
     written = [table[key]["written"] if key in table else "whole or not there" for table in tables]
-    if len(set(written)) > 1:
-        ways = (
-            f"{way} on rank {', '.join(str(rank) for rank, other in enumerate(written) if other == way)}"
-            for way in dict.fromkeys(written)
-        )
-        return [f"{key}: {'; '.join(ways)}"]
-    seen = {rank: ShardTable.from_json(table[key]) for rank, table in enumerate(tables)}
-    lines = [f"{key}.{name}: {'; '.join(described)}" for name, described in disagreements(seen)]
-    differs = any(table[key] != tables[0][key] for table in tables)
-    return lines or ([f"{key}: how its tensors are sharded over the ranks"] if differs else [])
+    ways = (
+        f"{way} on rank {', '.join(str(rank) for rank, other in enumerate(written) if other == way)}"
+        for way in dict.fromkeys(written)
+    )
+    return f"{key}: {'; '.join(ways)}"
 
 
 # Parts of which ranks hold different tensors: one state and one shard table.

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -288,14 +287,3 @@ def _check_shard(file: TensorFile, name: str, spec: ShardSpec, box: Box) -> None
             f"{list(sizes)} at {list(offsets)} of {list(shape)}, not {tensor_file.dtype_name(spec.dtype)}"
             f"{list(box.sizes)} at {list(box.offsets)} of {list(spec.shape)}."
         )
-
-
-def disagreements(tables: Mapping[int, ShardTable]) -> Iterator[tuple[str, list[str]]]:
-    """Tensors whose dtype or shape differs between ranks: the name, and what which ranks have."""
-    for name in sorted({name for table in tables.values() for name in table.tensors}):
-        said: dict[str, list[str]] = defaultdict(list)
-        for rank, table in tables.items():
-            spec = table.tensors.get(name)
-            said[f"{tensor_file.dtype_name(spec.dtype)}{list(spec.shape)}" if spec else "nothing"].append(str(rank))
-        if len(said) > 1:
-            yield name, [f"{text} on rank {', '.join(ranks)}" for text, ranks in said.items()]

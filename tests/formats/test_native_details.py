@@ -56,7 +56,6 @@ from ckpt.formats.native.shard_table import (
     ShardTable,
     balanced,
     build_table,
-    disagreements,
     written_by,
 )
 from ckpt.formats.native.tensor_file import (
@@ -871,16 +870,6 @@ class TestShardTables:
         ):
             with pytest.raises(DamagedError, match="does not match the checkpoint's shard table: its x is"):
                 ShardedTensors(table, partial(only, wrong)).tensor("x")
-
-    def test_ranks_that_disagree_are_named(self) -> None:
-        first = ShardTable(
-            {"x": ShardSpec(torch.float32, (4,), self.BOTH), "y": ShardSpec(torch.int8, (1,), self.BOTH)}
-        )
-        second = ShardTable({"x": ShardSpec(torch.float32, (5,), self.BOTH), "y": first.tensors["y"]})
-        third = ShardTable({"y": first.tensors["y"]})
-        assert list(disagreements({0: first, 1: second, 2: first, 3: third})) == [
-            ("x", ["float32[4] on rank 0, 2", "float32[5] on rank 1", "nothing on rank 3"])
-        ]
 
 
 class TestTensors:

@@ -19,7 +19,7 @@ from torch import nn
 import ckpt
 from ckpt.formats.layout import Layout
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, FileRecord, Manifest
-from ckpt.formats.native.shard_table import ShardedState, ShardSpec, ShardTable
+from ckpt.formats.native.shard_table import EVERY, ShardedState, ShardSpec, ShardTable
 from ckpt.formats.tensors import FilePlan
 from ckpt.ranks.consensus import SingleProcess
 from ckpt.ranks.hosts import Hosts
@@ -684,6 +684,92 @@ def described(tensors: Mapping[str, str | None], **more: Any) -> dict[str, Any]:
         "parts": {"model": part}, "tables": {}, "layouts": {}, "kept": {"model": list(tensors)},
         "trees": {"model": tree}, "announced": [], "equal": {"model": []}, "trusted": True, "attended": True, **more,
     }  # fmt: skip
+
+
+def spread(
+    checksum: str | None,
+    layout: Layout,
+    *,
+    kept: bool = True,
+    narrow: Layout | None = None,
+    written: str = "in pieces",
+    copy: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Any]:
+    """What a rank says of a model of one sharded tensor, by the checksum of its shard."""
+    table = ShardTable({"w": ShardSpec(dtype, (4,), layout, copy)})
+    part = {"class": "M", "values": "v", "how": "spread", "tensors": {}, "sums": {}, "pieces": {"w": checksum}}
+    return described(
+        {},
+        parts={"model": part},
+        tables={"model": {"written": written, **table.to_json()}},
+        layouts={"model": {"w": narrow.to_json()}} if narrow else {},
+        kept={"model": ["w"] if kept else []},
+        trees={},
+    )
+
+
+HYBRID = Layout((2, 2), (0, 1, 2, 3), ("R", "S0"))  # ranks 0 and 2 hold the first half, 1 and 3 the second
+
+
+class TestVerdictsOnShards:
+    @pytest.mark.parametrize(
+        ("checksums", "options", "own"),
+        [
+            ("xyxy", {}, ""),
+            ("xyzy", {}, "2"),
+            ("xyxz", {}, "3"),
+            ("xyzy", {"narrow": HYBRID}, "23"),  # a load with another sharding needs the copy of both
+            ("xy y", {}, ""),  # one of which nothing is known
+            ("xyzy", {"written": "whole"}, "2"),
+            ("xyzy", {"copy": 1}, "0"),  # the second copy is written
+            ("xyzy", {"copy": EVERY}, ""),  # each writes what it holds
+            ("xyzy", {"copy": EVERY, "written": "whole"}, "2"),
+        ],
+    )
+    def test_who_holds_another_copy_saves_its_own(self, checksums: str, options: dict[str, Any], own: str) -> None:
+        verdict = judge([spread(each.strip() or None, HYBRID, **options) for each in checksums]).to_json()
+        expected = [{"model": {"tensors": ["w"]}} if str(rank) in own else {} for rank in range(4)]
+        assert verdict["own"] == expected
+        assert (verdict["problems"], verdict["drifted"]) == ([], [])
+
+    def test_what_was_not_kept_has_drifted_from_the_rank_that_writes_it(self) -> None:
+        ranks = [spread(each, HYBRID, kept=each != "z", narrow=HYBRID) for each in "xyzz"]
+        verdict = judge(ranks).to_json()
+        assert verdict["own"] == [{}] * 4
+        assert verdict["drifted"] == [
+            "model.w: differs between rank 2 and rank 0", "model.w: differs between rank 3 and rank 1"
+        ]  # fmt: skip
+        kept = [spread(each, HYBRID, kept=rank != 3, narrow=HYBRID) for rank, each in enumerate("xyzy")]
+        own = judge(kept).to_json()["own"]
+        assert own == [{}, {}, {"model": {"tensors": ["w"]}}, {"model": {"tensors": []}}]
+
+    def test_on_the_ranks_of_one_mesh_a_tensor_has_one_dtype(self) -> None:
+        ranks = [spread("x", HYBRID, dtype=torch.float16 if rank == 2 else torch.float32) for rank in range(4)]
+        assert set(judge(ranks).to_json()["problems"]) == {
+            f"model.w: {text}"
+            for text in (
+                "float32[4] on rank 0; float16[4] on rank 2",
+                "float32[4] on rank 1; float16[4] on rank 2",
+                "float16[4] on rank 2; float32[4] on rank 3",
+            )
+        }
+        one, two = Layout((2,), (0, 1), ("S0",)), Layout((2,), (2, 3), ("S0",))
+        apart = [
+            spread("x", one if rank < 2 else two, dtype=torch.float16 if rank > 1 else torch.float32)
+            for rank in range(4)
+        ]
+        verdict = judge(apart).to_json()
+        assert verdict["problems"] == []
+        assert verdict["own"] == [{}, {}, {"model": {"tensors": ["w"]}}, {"model": {"tensors": ["w"]}}]
+
+    def test_ways_to_write_a_part_are_not_mixed(self) -> None:
+        ranks = [spread("x", HYBRID, written=way) for way in ("in pieces", "whole", "in pieces")]
+        ranks.append(described({"w": "x"}))
+        with pytest.raises(
+            ckpt.RanksError, match="model: in pieces on rank 0, 2; whole on rank 1; whole or not there on rank 3"
+        ):
+            judge(ranks)
 
 
 class TestVerdicts:
