@@ -33,6 +33,7 @@ from ckpt.errors import (
     UnsupportedError,
 )
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, FileRecord, digest, sha256
+from ckpt.formats.registry import HF
 from ckpt.formats.tensors import FileHashes, FilePlan
 from ckpt.root import lock, mirror, write_link_commit
 from ckpt.root import open as opening
@@ -802,9 +803,37 @@ class TestPlaces:
             Place.at(tmp_path / "root" / "a" / "model.safetensors")
         with pytest.raises(MissingError, match="there is nothing at"):
             Place.at(tmp_path / "none")
+        (tmp_path / "root" / "a" / FILE_NAME).rename(tmp_path / "root" / FILE_NAME)  # or of the folder around it
+        with pytest.raises(ConfigError, match=rf"Name the checkpoint itself: {tmp_path}/root\."):
+            Place.at(tmp_path / "root" / "a" / "model.safetensors")
+        file = tmp_path / "plain.safetensors"
+        assert (Place.at(file, format="hf").format, Place.at(file, format="torch", must=False).format) == (HF, HF)
+        with pytest.raises(ConfigError, match=r"plain\.safetensors is not in the format torch, but a file of"):
+            Place.at(file, format="torch")
+        os.symlink(tmp_path / "odd.txt", tmp_path / "named.pt")  # its own name says what it holds
+        assert Place.at(tmp_path / "named.pt").where == str(tmp_path / "named.pt")
         assert single_file(tmp_path / "root", None) is None
         assert single_file(tmp_path / "none.safetensors", None) is None
         assert not is_foreign(LocalStorage(tmp_path / "root"), "a")
+
+    def test_of_a_root_the_newest_whose_files_are_there_is_taken(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        storage = LocalStorage(tmp_path)
+        storage.write("notes.txt", [b"x"])
+        for number, name in enumerate("abc"):
+            save(storage, name, sequence=number)
+        for damaged, taken, skipped in (("", "c", ""), ("c", "b", "c"), ("b", "a", "cb"), ("a", "c", "ba")):
+            if damaged:
+                os.truncate(tmp_path / damaged / "state.json", 1)
+            found = Place.at(tmp_path).checkpoint(Trust())
+            assert (found.url, found.is_newest, "".join(found.skipped)) == (f"{tmp_path}/{taken}", True, skipped)
+            assert all("state.json" in why for why in found.skipped.values())
+            caplog.clear()
+            found.tell()
+            assert [record.args[0] for record in caplog.records if record.args] == list(skipped)
+        one = Place.at(tmp_path / "b").checkpoint(Trust())
+        assert (one.name, one.skipped, one.is_newest) == ("b", {}, False)
 
 
 def test_what_nobody_has_said(root: MemoryStorage, tmp_path: Path) -> None:
