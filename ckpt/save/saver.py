@@ -422,8 +422,10 @@ class Saver:
             raise
         finally:
             self._written = save.snapshot
-            if save.snapshot is not None and not save.snapshot.in_host_memory:
-                self._release_written()
+            if save.snapshot is not None:
+                save.snapshot.leave_devices()
+                if not save.snapshot.in_host_memory:
+                    self._release_written()
         if save.is_saved:
             self._report(save)
         if save.root is not self.root:

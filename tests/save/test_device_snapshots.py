@@ -12,15 +12,16 @@ import torch
 from torch import nn
 
 import ckpt
+from ckpt.formats.native.manifest import digest
 from ckpt.formats.tensors import host_bytes
-from ckpt.save.snapshot import tensor_copies
+from ckpt.save.snapshot import snapshots, tensor_copies
 from ckpt.save.snapshot.devices import Device, DeviceRoom, copy_packed
 from ckpt.save.snapshot.fetch import Arrival, Fetcher, Source, Transfer
 from ckpt.save.snapshot.host_memory import HostMemory, PrivateImage
 from ckpt.save.snapshot.snapshots import Snapshots
 from ckpt.save.snapshot.tensor_copies import Leaves
 from ckpt.storage import ANY, Buffer
-from tests.helpers.places import PassedOn, Place
+from tests.helpers.places import Folder, PassedOn, Place
 from tests.helpers.processes import DEADLINE
 from tests.helpers.simulated_device import SimulatedDevice, simulate, with_room
 from tests.helpers.training import exact
@@ -85,6 +86,57 @@ def test_what_is_changed_right_after_the_call_is_saved_as_it_was(root: Place, de
             run.step()
     assert {name: loaded(root, name) for name in states} == states
     assert device.most_in_flight == 1
+
+
+def _hashed_on_host(files: list[list[Any]], _: torch.device, block_size: int) -> Any:
+    """What a device with Triton does: of every file, the hashes of its blocks."""
+    found = []
+    for contents in files:
+        data = b"".join(part if isinstance(part, bytes) else bytes(host_bytes(part)) for part in contents)
+        found.append(tuple(digest(data[start : start + block_size]) for start in range(0, len(data), block_size)))
+    return lambda: found
+
+
+def test_what_the_device_has_hashed_and_an_earlier_checkpoint_has_is_not_fetched_unless_it_must_be_written(
+    root: Folder, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "hashes_on_device", _hashed_on_host)
+    copied, memory = tensor_copies._copied, list[torch.Tensor]()
+
+    def noted(*args: Any, **options: Any) -> torch.Tensor:
+        memory.append(copied(*args, **options))
+        return memory[-1]
+
+    monkeypatch.setattr(tensor_copies, "_copied", noted)
+    run, states, fetched = Run(1), {}, {}
+    with run.manager(root) as manager:
+        for name in ("new", "same", "damaged", "trained", "half"):
+            if name == "trained":
+                run.step()
+            if name == "half":
+                with torch.no_grad():
+                    run.model.weight += 1  # and what the optimizer has is the same
+            if name == "damaged":
+                (root / "same" / "model.safetensors").unlink()  # what cannot be linked is written
+            states[name] = run.state()
+            device.fetched.clear()
+            manager.save_state(name)
+            manager.wait()
+            fetched[name] = sum(device.fetched)
+            copies, end = [block for block in memory if block.numel() > 2], time.monotonic() + DEADLINE
+            while any(sizes := [block.untyped_storage().nbytes() for block in copies]) and time.monotonic() < end:
+                time.sleep(0.01)
+            assert sizes
+            assert not any(sizes), name  # training has the memory back, and not only at the next save
+            memory.clear()
+    parameters = 4 * (50 * 50 + 50)
+    assert fetched["new"] >= SIZE <= fetched["trained"]
+    assert fetched["same"] == 0
+    assert parameters <= fetched["damaged"] < SIZE
+    assert parameters <= fetched["half"] < SIZE
+    del states["same"]
+    assert {name: loaded(root, name) for name in states} == states
+    assert [name for name, problems in ckpt.verify(root).items() if problems] == ["same"]
 
 
 class Odd(nn.Module):

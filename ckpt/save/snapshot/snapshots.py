@@ -67,11 +67,18 @@ class Snapshot:
     arrival: Arrival = field(default_factory=Arrival)
     in_host_memory: bool = True
     on_release: Callable[[], None] = lambda: None
+    unfetched: Mapping[str, FilePlan] = field(default_factory=dict)  # of the files, those that are on devices alone
+    on_leave: Callable[[], None] = lambda: None
 
     def release(self) -> None:
         """Give back all memory. The files cannot be read any more."""
         on_release, self.on_release = self.on_release, lambda: None
         on_release()
+
+    def leave_devices(self) -> None:
+        """Give back memory on devices: all files are written. Those that are nowhere else cannot be read any more."""
+        self.files = {path: file for path, file in self.files.items() if path not in self.unfetched}
+        self.on_leave()
 
 
 def _is_unchanged(file: FilePlan, earlier: FileRecord | None) -> bool:
@@ -200,6 +207,7 @@ class Snapshots:
     def _taken(self, files: list[FilePlan], copies: TensorCopies | None, storage: object) -> Snapshot | None:
         layout = SnapshotLayout.of(files, HUGE_PAGE if isinstance(storage, Reserving) else PAGE)
         if copies is not None and not layout.on_device:  # the copies are all there is, and in host memory
+            copies.release_devices()
             return Snapshot({file.path: replace(file, contents=None) for file in files}, on_release=copies.release)
         image: Image | None = self.memory.take_files(storage, layout.size, layout.places)
         fits = image is not None or layout.size <= self._room
@@ -250,7 +258,7 @@ class Snapshots:
     def _with_unfetched(
         self, files: list[FilePlan], copies: TensorCopies, take: Callable[[], Snapshot | None]
     ) -> Snapshot | None:
-        """A snapshot, and beside it these files, which stay on the devices until it is released: an earlier checkpoint
+        """A snapshot, and beside it these files, which stay on the devices until it leaves them: an earlier checkpoint
         has them, so that they are most probably not read."""
         layout = SnapshotLayout.of(files)
         on_devices = layout.streamed(plan_transfers(layout.on_device), self._fetcher)
@@ -264,7 +272,8 @@ class Snapshots:
             others.release()
             copies.release()
 
-        return replace(others, files=others.files | on_devices, on_release=release)
+        files = others.files | on_devices
+        return replace(others, files=files, on_release=release, unfetched=on_devices, on_leave=copies.leave)
 
     def _copied(self, layout: SnapshotLayout) -> tuple[SnapshotLayout, TensorCopies]:
         """Copy tensors on their devices, in the order of training, as far as these have room."""

@@ -150,6 +150,7 @@ class TensorCopies:
     _give_back: Callable[[], None] = lambda: None  # the memory of those on the host
     _made: dict[int, Any] = field(default_factory=dict)
     _stays: bool = False
+    _is_fetched: bool = False
 
     def of(self, tensor: Any) -> Any:
         """The copy of a tensor, with its dtype, shape and sharding; the same each time, as it may be tied."""
@@ -224,8 +225,14 @@ class TensorCopies:
             group.tensors = []
 
     def stay(self) -> None:
-        """From now on, only `release` gives back the memory on devices."""
+        """From now on, the memory on devices is needed after the fetch too: until `leave` or `release`."""
         self._stays = True
+
+    def leave(self) -> None:
+        """Nothing but the fetch needs the memory on devices any more: if that is done, give it back."""
+        self._stays = False
+        if self._is_fetched:
+            self.release_devices()
 
     def release(self) -> None:
         """Give back all memory."""
@@ -235,6 +242,7 @@ class TensorCopies:
 
     def release_devices(self) -> None:
         """Give back the memory on devices, although there are tensors that use it: none of them is read any more."""
+        self._is_fetched = True
         if self._stays:
             return
         blocks, self._on_device = self._on_device, []
