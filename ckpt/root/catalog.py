@@ -970,6 +970,8 @@ class Goodput:
     @classmethod
     def of(cls, attempts: Sequence[PastAttempt]) -> Goodput | None:
         """Of a run's attempts, oldest first; None if there are none."""
+        if not attempts:
+            return None
         lost = lost_steps(attempts)
         training = repeated = saving = starting = down = 0.0
         for attempt, again, following in zip(attempts, lost, [*attempts[1:], None], strict=True):
@@ -984,8 +986,7 @@ class Goodput:
             if following is not None:
                 began, then = map(datetime.fromisoformat, (attempt.began, following.began))
                 down += max(0.0, (then - began).total_seconds() - total)
-        told = cls(training, repeated, saving, starting, down, sum(lost), len(attempts))
-        return told if attempts else None
+        return cls(training, repeated, saving, starting, down, sum(lost), len(attempts))
 
     @property
     def seconds(self) -> float:

@@ -122,8 +122,8 @@ def test_many_points_are_a_thin_line_without_dots() -> None:
 def test_several_curves_share_the_scale_and_each_has_its_colour_and_its_label() -> None:
     drawn = "".join(line_panel("x", {"a": [(1, 1.0), (2, 2.0)], "b": [], "c": [(1, 3.0), (9, 5.0)]}, PLAIN))
     assert re.findall(r'points="([^"]*)" fill="none" stroke="(#\w+)".*?<title>(\w)</title>', drawn) == [
-        ("62.0,142.0 112.2,115.0", PLAIN.lines[0], "a"),
-        ("62.0,88.0 464.0,34.0", PLAIN.lines[2], "c"),
+        ("62.0,124.0 112.2,106.0", PLAIN.lines[0], "a"),
+        ("62.0,88.0 464.0,52.0", PLAIN.lines[2], "c"),
     ]
     assert ">step 9<" in drawn
 

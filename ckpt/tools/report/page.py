@@ -1,7 +1,7 @@
 """The report of a run, or of several side by side: tables, lists and curves, as one HTML file, Markdown, or text.
 
 The HTML has no script and loads nothing from the network; curves are SVG inside it. Whatever comes from files passes
-through `text` or `markdown`: a name can never be markup or script.
+through `text`, `markdown` or `shown`: a name can never be markup or script.
 """
 
 from __future__ import annotations
