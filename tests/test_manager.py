@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import re
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ckpt
 from ckpt import manager
 from ckpt.errors import ConfigError, DamagedError, MetricError, MissingError, Preempted, StorageError
+from ckpt.formats.native.manifest import digest
 from ckpt.root.catalog import HISTORY
 
 FOREGROUND = ckpt.SaveOptions(background=False)
@@ -531,6 +533,6 @@ def test_goodput_tells_of_all_attempts_and_of_this_one_so_far_also_when_it_is_cl
 
 
 def test_goodput_is_not_known_where_the_history_can_not_be_read(tmp_path: Path) -> None:
-    (tmp_path / HISTORY).mkdir()
-    (tmp_path / HISTORY / "x").touch()
+    text = json.dumps({"format": "ckpt history", "version": 2, "left_out": 0})  # of a newer version
+    (tmp_path / HISTORY).write_text(json.dumps([digest(text.encode()), text]))
     assert Run(tmp_path).manager.goodput() is None

@@ -87,7 +87,7 @@ def test_a_run_that_went_back_is_seen_and_its_curve_is_that_of_the_last_time(tmp
 def test_it_goes_to_a_file(tmp_path: Path) -> None:
     save(tmp_path / "run", [1.0])
     assert report(tmp_path / "run", "-o", tmp_path / "page.md").output == f"{tmp_path}/page.md\n"
-    assert (tmp_path / "page.md").read_text().startswith(f"# {tmp_path}/run\n\n|")
+    assert (tmp_path / "page.md").read_text().startswith(f"# {tmp_path}/run\n\nHealthy: ")
 
 
 def test_where_there_is_nothing_it_says_so(tmp_path: Path) -> None:
