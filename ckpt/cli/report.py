@@ -56,7 +56,7 @@ def report(roots: tuple[str, ...], output: Path | None, kind: str | None, as_jso
     """
     if len(roots) > MOST_RUNS:
         raise ConfigError(f"a report compares {MOST_RUNS} runs at most, not {len(roots)}.")
-    runs = [gather(root) for root in roots]
+    runs = list({run.url: run for run in map(gather, roots)}.values())
     metrics = list(dict.fromkeys(name for run in runs for name in run.curves))
     if unknown := modes.keys() - set(metrics):
         known = ", ".join(metrics) or "none"

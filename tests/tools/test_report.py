@@ -71,6 +71,7 @@ def test_on_a_terminal_it_says_what_matters_and_several_runs_stand_side_by_side(
     assert html.count("<svg") == 1
     told = json.loads(report(tmp_path / "b", "--json").output)
     assert [(one["healthy"], one["attempts"][0]["ended"]) for one in told] == [(True, "finished")]
+    assert report(tmp_path / "a", f"{tmp_path}/a/", "--format", "md").output == markdown(tmp_path / "a")
     assert report(*[tmp_path / "a"] * 7).exit_code == 1
 
 

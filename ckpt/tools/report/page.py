@@ -125,9 +125,7 @@ def _side_by_side(runs: Sequence[RunFacts], modes: Mapping[str, str]) -> Section
     names = list(dict.fromkeys(name for found in curves for name in found))
     values = [[name, *(_last_and_best(name, found.get(name, []), modes) for found in curves)] for name in names]
     heads = [run.url for run in runs]
-    drawn = [
-        Curve(name, {url: found.get(name, []) for url, found in zip(heads, curves, strict=True)}) for name in names
-    ]
+    drawn = [Curve(name, {url: run.get(name, []) for url, run in zip(heads, curves, strict=True)}) for name in names]
     yield "Metrics", [Table(("metric", *heads), values), *drawn] if names else []
 
 
@@ -151,12 +149,8 @@ def _goodput(facts: RunFacts) -> list[Block]:
     if (spent := facts.goodput) is None:
         return []
     rows = [
-        (
-            Cell(label, kind=f"part{number}"),
-            f"{seconds / (spent.seconds or 1):.1%}",
-            Cell(format_duration(seconds), seconds),
-        )
-        for number, (label, seconds) in enumerate(spent.parts)
+        (Cell(label, kind=f"part{n}"), f"{time / (spent.seconds or 1):.1%}", Cell(format_duration(time), time))
+        for n, (label, time) in enumerate(spent.parts)
     ]
     least = "At least " if any(attempt.was_killed for attempt in facts.told) else ""
     said = f"{least}{spent.share:.1%} of {format_duration(spent.seconds)} went to steps that count."
