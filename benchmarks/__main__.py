@@ -2,6 +2,7 @@
 
     python -m benchmarks cpu|gpu|memory|merge|s3|s3_clients|sharded [options]  measures ckpt beside other libraries
     python -m benchmarks commands|listing|mirror_end|plan|ranks|scale|scaling [options]  measures ckpt by itself
+    python -m benchmarks goodput [options]                                   simulates what failures and saves cost
     python -m benchmarks against CHECKOUT [options]                          measures this code beside another checkout
     python -m benchmarks cpu|merge|sharded --against CHECKOUT [options]      the same, with the tasks of one benchmark
     python -m benchmarks compare OLD.json NEW.json                           compares two runs, row by row
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 MODULES = {
     "commands": "benchmarks.commands",
     "cpu": "benchmarks.cpu",
+    "goodput": "benchmarks.goodput",
     "gpu": "benchmarks.gpu",
     "listing": "benchmarks.listing",
     "memory": "benchmarks.memory",

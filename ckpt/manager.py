@@ -72,8 +72,8 @@ class StateManager:
         scaler: The GradScaler.
         dataloader: The training loader. After `resume`, a plain `for` over it continues where the checkpoint was.
             Loaders that you give to `batches` need not be passed here.
-        save_every: Steps between saves, or a time, such as `"10min"`. `Every` has more: the end of an epoch, an
-            exception.
+        save_every: Steps between saves, or a time, such as `"10min"`; `"auto"` is the time that loses least. `Every`
+            has more: the end of an epoch, an exception.
         keep: Rules for which checkpoints to keep; None keeps all.
         mirror: A path, URL, storage or `Mirror`. ckpt copies every committed checkpoint there in the background, and
             a load takes the newest intact checkpoint of both. If a copy fails, training continues: `mirror_error` has

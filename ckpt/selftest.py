@@ -386,7 +386,7 @@ class Recorder:
         if self._plan["save_every"] is not None:
             given = Every.of(options.get("save_every"))
             when = given if isinstance(given, Every) else Every()
-            options["save_every"] = replace(when, steps=self._plan["save_every"], time=None)
+            options["save_every"] = replace(when, steps=self._plan["save_every"], time=None, failures_per_node_day=None)
         build(manager, *args, **options)
         self._managers.append(manager)
 
