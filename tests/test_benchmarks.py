@@ -18,12 +18,14 @@ import torch
 from benchmarks import compare
 from benchmarks.__main__ import main, redirected
 from benchmarks.compare import Change, changes
+from benchmarks.goodput import CKPT, RATES, Library, auto_of, live, search, simulate
 from benchmarks.shared import page_cache
 from benchmarks.shared.measure import in_a_new_process, warm
 from benchmarks.shared.plot import Line, bars, steps
 from benchmarks.shared.reference import REFERENCES, checksum
 from benchmarks.shared.report import Run, Target, header, settings_of, table, table_of_targets
 from benchmarks.shared.results import Results, Row, Samples, Series
+from ckpt.save.cadence import PUBLISHED, SHORTEST
 
 RESULTS = Results(
     benchmark="cpu",
@@ -289,3 +291,37 @@ class TestCommand:
     def test_a_name_that_is_not_there_is_answered_with_those_that_are(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["nonsense"]) == 2
         assert "cpu|gpu|memory|merge|s3" in capsys.readouterr().err
+
+
+class TestGoodput:
+    """The simulation behind docs/goodput.md."""
+
+    @pytest.mark.parametrize(
+        ("until", "waiting", "repeated"),
+        [
+            (99, 0, 99),
+            (250, 2, 48),
+            (205, 2, 103),  # the second save is not durable yet
+            (200.5, 1, 99.5),
+            (201.5, 1.5, 100),  # it fails in the save
+        ],
+    )
+    def test_a_failure_takes_what_is_not_durable(self, until: float, waiting: float, repeated: float) -> None:
+        spent, _, lost = live(Library("x", 1, 10), until, False, 100.0)
+        assert (spent.waiting, lost) == pytest.approx((waiting, repeated))
+
+    def test_a_lost_machine_takes_what_is_not_synced(self) -> None:
+        library = Library("x", 1, 1, synced=False)
+        assert [live(library, 225, machine, 100.0)[2] for machine in (False, True)] == [23, 123]
+
+    def test_the_same_seed_gives_the_same_figures(self) -> None:
+        first, again, other = (simulate(CKPT, 1024, PUBLISHED, seed, 300.0, 0.02) for seed in (1, 1, 2))
+        assert first == again != other
+        assert first.waiting + first.repeated + first.restarting < first.all
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("rate", RATES.values(), ids=RATES)
+    def test_auto_loses_at_most_a_twentieth_more_than_the_best_fixed_interval(self, rate: float) -> None:
+        _, best = search(CKPT, 1024, rate, 2, SHORTEST)
+        auto = simulate(CKPT, 1024, rate, 2, auto_of(CKPT, 1024, rate))
+        assert auto.by_saving < 1.05 * best.by_saving

@@ -122,7 +122,8 @@ def _sane(seconds: float) -> float:
 
 def _is_failure(attempt: PastAttempt) -> bool:
     """Whether its process was killed, or failed. Ctrl-C is no failure, and after SIGTERM a run saves and ends."""
-    return not attempt.ended or (attempt.ended == "failed" and not attempt.reason.startswith("KeyboardInterrupt"))
+    was_killed = not attempt.ended and not attempt.is_running
+    return was_killed or (attempt.ended == "failed" and not attempt.reason.startswith("KeyboardInterrupt"))
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,9 @@ class Failures:
         """
         expected, lived = DAY / (self.rate * self.nodes), past.seconds + running
         if past.failures >= _TELLING or lived >= _TELLING * expected:
-            return lived / max(1, past.failures), f"this run has failed {past.failures} times in {spelled(lived)}"
+            return max(
+                1.0, lived / max(1, past.failures)
+            ), f"this run has failed {past.failures} times in {spelled(lived)}"
         return expected, self.source
 
 

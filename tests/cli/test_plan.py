@@ -60,7 +60,8 @@ def test_a_run_is_planned_with_what_it_has_measured(invoke: Invoke, tmp_path: Pa
     assert "One node fails about every 153d 20h (the published rate" in result.output
     history = History.of(open_storage(tmp_path))
     for number in range(5):
-        history.note(PastAttempt(f"{number}", "x", "x", seconds={"total": 3600.0}))
+        gone = ("another machine", 1, 1, "1")
+        history.note(PastAttempt(f"{number}", "x", "x", seconds={"total": 3600.0}, writer=gone))
     history.store(())
     assert "One node fails about every 1h (this run has failed 5 times in 5h" in invoke(tmp_path).output
     assert "about every 4d (as you said)" in invoke(tmp_path, "--failures", 0.25).output

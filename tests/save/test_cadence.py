@@ -24,6 +24,8 @@ from ckpt.util.option_values import parse_duration
 from tests.helpers.places import intact
 from tests.helpers.processes import run_ranks
 
+GONE = ("another machine", 1, 1, "1")
+
 
 @pytest.mark.parametrize("every", [2 * 3600.0, 86_400.0, 20 * 86_400.0])
 @pytest.mark.parametrize("save", [0.03, 1.0, 16.0, 120.0])
@@ -75,6 +77,7 @@ class TestFailures:
     def test_after_three_failures_the_run_knows_how_often_it_fails(self) -> None:
         every, why = Failures(1).every(Past(seconds=3000, failures=3), 600)
         assert every == 1200
+        assert Failures(1).every(Past(failures=3))[0] == 1, "a history may say anything"
         assert why == "this run has failed 3 times in 1h"
 
     def test_a_run_that_has_lived_much_longer_than_expected_knows_it_too(self) -> None:
@@ -100,8 +103,11 @@ class TestPast:
         for number, (ended, reason) in enumerate([*ends, ("finished", "")]):
             took = {"ready": 2.0, "waited": 3.0, "total": 105.0}
             history.note(
-                PastAttempt(f"{number}", "run", "x", first=5, last=15, seconds=took, ended=ended, reason=reason)
+                PastAttempt(
+                    f"{number}", "run", "x", first=5, last=15, seconds=took, ended=ended, reason=reason, writer=GONE
+                )
             )
+        history.note(PastAttempt("alive", "run", "x"))  # of this process
         past = Past.of(history)
         assert (past.failures, past.seconds, past.step, past.restart) == (2, 525, 10, 0)
 
