@@ -503,8 +503,8 @@ class TestConvert:
         assert not (tmp_path / "signed" / "a").exists()
 
 
-@pytest.mark.parametrize("use", ["merge", "convert", "push"])
-def test_what_is_written_is_what_was_verified_whoever_alters_files_in_between(
+@pytest.mark.parametrize("use", ["merge", "convert", "push", "pull", "load_model", "load_state", "diff"])
+def test_what_is_used_is_what_was_verified_whoever_alters_files_in_between(
     run: Path, key: str, tmp_path: Path, use: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file is altered as soon as its weights were read once."""
@@ -518,10 +518,19 @@ def test_what_is_written_is_what_was_verified_whoever_alters_files_in_between(
             (run / "a" / WEIGHTS).write_bytes(false)
 
     monkeypatch.setattr(LocalStorage, "read_into", altered)
+    model = nn.Linear(4, 4)
+    trust: dict[str, Any] = {"verify_key": f"{key}.pub", "require_signed": True}
+    users: dict[str, Callable[[], object]] = {
+        "load_model": lambda: ckpt.load_model(run / "a", model, **trust),
+        "load_state": lambda: _load_trained(run, model, ckpt.Signing(verify_key=f"{key}.pub", required=True)),
+        "diff": lambda: _differs(ckpt.diff(model, run / "a", **trust)),
+    }
+    nn.init.constant_(model.weight, 7.0 if use == "diff" else 5.0)
     try:
-        USERS[use](run / "a", tmp_path, {"verify_key": f"{key}.pub", "require_signed": True})
+        users.get(use, lambda: USERS[use](run / "a", tmp_path, trust))()
     except ckpt.DamagedError:  # it was read again, and verified again
         assert not (tmp_path / "x.safetensors").exists()
+        assert not (tmp_path / "pulled").exists() or "a" not in ckpt.verify(tmp_path / "pulled")
         return
     assert seen
     assert true != false
@@ -529,6 +538,29 @@ def test_what_is_written_is_what_was_verified_whoever_alters_files_in_between(
         assert set(load_file(tmp_path / "x.safetensors")["weight"].flatten().tolist()) == {1.0}
     elif use == "convert":
         assert set(torch.load(tmp_path / "x.pt")["model"]["weight"].flatten().tolist()) == {1.0}
+    elif use == "pull":
+        assert (tmp_path / "pulled" / "a" / WEIGHTS).read_bytes() == true
+    elif use.startswith("load"):
+        assert weight(model) == 1.0
+
+
+def _load_trained(root: Path, model: nn.Linear, signing: ckpt.Signing) -> None:
+    """Into a model that has trained; what a load has left half-way is never saved."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    with ckpt.StateManager(root, model=model, signing=signing) as manager:
+        try:
+            manager.load_state("a")
+        except ckpt.DamagedError:
+            if weight(model) == 7.0:
+                with pytest.raises(ckpt.StateError, match="failed half-way"):
+                    manager.save_state("c", wait=True)
+            raise
+
+
+def _differs(found: ckpt.Diff) -> None:
+    assert [one.name for one in found.differences if "weight" in one.name]
 
 
 @pytest.fixture
