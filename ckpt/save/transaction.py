@@ -296,7 +296,8 @@ class SaveTransaction:
         """This rank's document, if it writes it itself: of many ranks, those do that write files in any case."""
         captured = self.captured.get()
         few = self.root.ranks.world_size <= MAIN_WRITES or self.root.hosts.separate_roots
-        return [] if few or not captured.rank_files else [FilePlan.of(rank_document(captured.rank), captured.document)]
+        writes = captured.rank_files or captured.diverged_files  # those are all that most ranks of a pipeline write
+        return [FilePlan.of(rank_document(captured.rank), captured.document)] if writes and not few else []
 
     @property
     def _owns_another_root(self) -> bool:
