@@ -206,15 +206,15 @@ def libraries_table(rate: float, seed: int) -> Iterator[str]:
     head = ["library", "`save_every`"]
     rows: list[list[str]] = []
     for library in LIBRARIES:
-        ways: dict[str, Callable[[int], Totals]] = {
-            '`"1h"`': lambda gpus, of=library: simulate(of, gpus, rate, seed, 3600.0),
-            '`"10min"`': lambda gpus, of=library: simulate(of, gpus, rate, seed, 600.0),
-            "the best, by search": lambda gpus, of=library: search(of, gpus, rate, seed)[1],
+        ways = {
+            '`"1h"`': [simulate(library, gpus, rate, seed, 3600.0) for gpus in GPUS],
+            '`"10min"`': [simulate(library, gpus, rate, seed, 600.0) for gpus in GPUS],
+            "the best, by search": [search(library, gpus, rate, seed)[1] for gpus in GPUS],
         }
         if library is CKPT:
-            ways['`"auto"`'] = lambda gpus, of=library: simulate(of, gpus, rate, seed, auto_of(of, gpus, rate))
-        for way, run in ways.items():
-            rows.append([library.name, way, *(percent(run(gpus).by_saving) for gpus in GPUS)])
+            ways['`"auto"`'] = [simulate(library, gpus, rate, seed, auto_of(library, gpus, rate)) for gpus in GPUS]
+        for way, found in ways.items():
+            rows.append([library.name, way, *(percent(one.by_saving) for one in found)])
     yield from table([*head, *(f"{gpus:,} GPUs" for gpus in GPUS)], rows, 2)
 
 

@@ -237,9 +237,9 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
     ),
     "a value that is a tensor": (on(lambda manager: manager.values.update(x=torch.ones(2))), "contains a Tensor"),
     "a value without a name": (
-        on(lambda manager: manager.values.update({1: 2})),
+        on(lambda manager: manager.values.update({1: 2})),  # type: ignore[dict-item]
         "the name of a value must be a string",
-    ),  # type: ignore[dict-item]
+    ),
     "less than no epochs": (on(lambda manager: next(manager.epochs(-1))), "the total number of epochs, not -1"),
     "every few steps as text": (on(lambda manager: manager.every("10")), "a number of steps"),  # type: ignore[arg-type]
     "a metric of many numbers": (on(lambda manager: manager.step({"loss": torch.ones(2)})), "'loss' is not"),

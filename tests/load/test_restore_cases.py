@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -1138,7 +1139,7 @@ class TestOneRestoration:
             setters: dict[str, Any] = {key: lambda: None for key in keys}
             found = restore.Restoration(reader, request, parts, Notes(), setters)
             caplog.clear()
-            found._set_all(lambda noted=noted: noted.append("then"))
+            found._set_all(partial(noted.append, "then"))
             assert noted == ["left"] * left + ["then"]
             assert found.notes.resharded == ({"model": "2 ranks: S0 -> whole"} if "model" in keys else {})
             told = [record.message for record in caplog.records if record.levelno == logging.WARNING]

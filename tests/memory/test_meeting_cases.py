@@ -143,7 +143,7 @@ class TestFinding:
             (Hosts((0, 1, 1), ("a", "b", "b")), [says, theirs], other, True),
             (Hosts((0, 1, 1), ("a", "b", "b")), [says, nothing], None, False),
         ):  # fmt: skip
-            views: list[dict[str, Any]] = announced
+            views: Any = announced
             others_say(monkeypatch, (announced, []), (announced, []))
             entering = met(root, rank=2, hosts=hosts)
             assert entering._enter(lambda: None) == ""

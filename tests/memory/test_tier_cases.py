@@ -57,14 +57,15 @@ class Parts:
         self.meeting: Any = Noted(self.calls, hosts=Hosts(), place=None, complete=True, owns_place=True)
         self.replicas: Any = Noted(self.calls, count=0, is_off=False, on_restore=False)
         self.saver: Any = Noted(self.calls, root=self.root, has_saved=False)
-        self.tier = MemoryTier(every, self.ranks, self.saver, self.meeting, self.replicas)
+        of: Any = self.saver, self.meeting, self.replicas
+        self.tier = MemoryTier(every, self.ranks, *of)
         for name, value in of_tier.items():
             assert hasattr(self.tier, name)
             setattr(self.tier, name, value)
 
     def slots(self, **given: Any) -> Noted:
         found = self.tier._slots = Noted(self.calls, **{"busy": False, "size": 7, **given})  # type: ignore[assignment]
-        return found  # type: ignore[return-value]
+        return found
 
 
 @pytest.fixture

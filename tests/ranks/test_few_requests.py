@@ -47,9 +47,9 @@ def test_a_root_of_large_checkpoints_is_listed_by_one_request_for_each() -> None
         for step in range(3):
             manager.save_state(f"step-{step}", wait=True)
     for step in range(3):
-        objects.content |= {f"step-{step}/model/{number:05}.safetensors": b"" for number in range(5_000)}
+        objects.content.update({f"step-{step}/model/{number:05}.safetensors": b"" for number in range(5_000)})
     objects.content["step-9/.saving"] = b""
-    objects.content |= {f"step-9/model/{number:05}.safetensors": b"" for number in range(1_500)}
+    objects.content.update({f"step-9/model/{number:05}.safetensors": b"" for number in range(1_500)})
     objects.requests.clear()
     found = Overview.of(ObjectStorage(objects))
     assert [summary.name for summary in found.committed] == ["step-2", "step-1", "step-0"]

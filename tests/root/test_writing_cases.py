@@ -831,7 +831,7 @@ class TestPlaces:
             assert all("state.json" in why for why in found.skipped.values())
             caplog.clear()
             found.tell()
-            assert [record.args[0] for record in caplog.records if record.args] == list(skipped)
+            assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == list(skipped)
         one = Place.at(tmp_path / "b").checkpoint(Trust())
         assert (one.name, one.skipped, one.is_newest) == ("b", {}, False)
 

@@ -439,7 +439,6 @@ class TestTheSaver:
     ) -> None:
         saver, released = Saver(RootWriter(open_storage(tmp_path), SingleProcess())), list[int]()
         reading: Any = SimpleNamespace(done=threading.Event(), stop=lambda: None, proven=frozenset())
-        assert not saver.read_back.busy
         saver.read_back._reading = reading
         assert saver.read_back.busy
         if not reads:

@@ -88,7 +88,7 @@ def objects(client: Client) -> CloudObjects:
 class TestWriting:
     @pytest.fixture(params=[1, 3], ids=["at once", "in parts"])
     def pieces(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-        own = clouds.split_into_parts
+        own = clouds.split_into_parts  # type: ignore[attr-defined]
         monkeypatch.setattr(clouds, "split_into_parts", lambda pieces, size=4: own(pieces, 4))
         return [b"abcd"] * request.param
 

@@ -272,8 +272,8 @@ class Snapshots:
             others.release()
             copies.release()
 
-        files = others.files | on_devices
-        return replace(others, files=files, on_release=release, unfetched=on_devices, on_leave=copies.leave)
+        of_both = others.files | on_devices
+        return replace(others, files=of_both, on_release=release, unfetched=on_devices, on_leave=copies.leave)
 
     def _copied(self, layout: SnapshotLayout) -> tuple[SnapshotLayout, TensorCopies]:
         """Copy tensors on their devices, in the order of training, as far as these have room."""

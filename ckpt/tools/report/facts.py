@@ -277,7 +277,8 @@ class Attempt:
         resumed = self.past.resumed
         if not resumed:
             return "scratch"
-        return resumed["name"] + ("" if resumed["found_in"] == "root" else f", found in the {resumed['found_in']}")
+        where = "" if resumed["found_in"] == "root" else f", found in the {resumed['found_in']}"
+        return f"{resumed['name']}{where}"
 
     @property
     def passed_over(self) -> list[str]:
