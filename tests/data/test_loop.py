@@ -521,7 +521,7 @@ def test_an_epoch_of_several_steps_without_a_loader_is_told_where_to_step(caplog
         assert script.loop.seen()["remarks"]["epoch"].startswith("counted as finished")
         script.step()
         assert "manager.step() saves at once" in caplog.text
-        assert script.loop.seen()["remarks"]["epoch"].startswith("the epoch begins again: 2 steps")
+        assert script.loop.seen()["remarks"]["epoch"].startswith("the epoch begins again: 2 of its steps")
         script.loop.quiet = True
         assert script.loop.seen()["remarks"] == {}
         script.loop.quiet = False

@@ -715,7 +715,7 @@ class TestFaults:
             pass
         with (
             ckpt.StateManager(tmp_path / "run", model=small(0)) as manager,
-            pytest.raises(ckpt.TransientError, match=r"the Hub cannot be reached .*Look at the network"),
+            pytest.raises(ckpt.TransientError, match=r"the Hub cannot be reached .*Check the network"),
         ):
             manager.push_to_hub(REPO)
 
