@@ -256,8 +256,10 @@ def find_manifest(storage: Storage, name: str, known: Callable[[], str] = lambda
     """Read the manifest, or its copy where that is damaged or missing. `known`: names others if there is none."""
     try:
         return FoundManifest(_parsed_manifest(storage, name, FILE_NAME))
-    except AbsentError:
+    except AbsentError as error:
         paths = {entry.key.removeprefix(f"{name}/") for entry in storage.list(name)}
+        if not paths and isinstance(error, ConfigError):  # the folder is a link that leads out of the root
+            raise MissingError(str(error)) from None
         if not paths:
             newest = " To load the newest one, leave out the name." if name in ("latest", "last", "newest") else ""
             raise MissingError(f"there is no checkpoint {name!r} in {storage.url}.{known()}{newest}") from None

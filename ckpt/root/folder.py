@@ -249,7 +249,10 @@ def single_file(source: str | os.PathLike[str], options: Mapping[str, Any] | Non
 
 def _followed(link: str) -> str:
     """What a link that the user names leads to. Of one to another kind of file, its name says what the file holds."""
-    target = os.path.realpath(link)
+    try:
+        target = os.path.realpath(link)
+    except OSError:  # it was a link, and somebody has put something else there
+        return link
     return target if os.path.splitext(target)[1] == os.path.splitext(link)[1] else link
 
 

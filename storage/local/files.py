@@ -315,9 +315,7 @@ class Tree:
             try:
                 folder = self.folder(key)
             except OutsideError:
-                if key == prefix:
-                    raise
-                continue  # it was a folder a moment ago
+                continue  # a link, which perhaps was a folder a moment ago
             except OSError as error:
                 if not is_nothing_there(error):  # or a run would start anew beside its checkpoints
                     raise

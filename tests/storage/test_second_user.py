@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -10,8 +11,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
 
 import ckpt
 from ckpt.errors import ConfigError, LockedError, StorageError
@@ -25,6 +28,7 @@ from tests.memory.deserted import no_keeper_left
 
 NOBODY = 65534
 TRIES = 200
+RUNS = 20  # tries of a whole run
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")]
 
 # exchanges a folder of its own and a link that leads out, atomically, as fast as it can; prints whether it can
@@ -193,6 +197,78 @@ class TestAFolderThatIsExchangedForALink:
             storage.delete(["theirs/object"]) if remove == "delete" else storage.sweep("theirs")
 
         assert "done" in self.race(root, empty)
+
+
+class TestACheckpointThatIsExchangedForALink:
+    """Whoever owns one checkpoint's folder neither leads a run out of its root nor stops it, and what is named ends."""
+
+    @pytest.fixture
+    def run(self, place: Path) -> Path:
+        """A root with two checkpoints, one of which is another user's; what his link leads to is like it."""
+        self.save(place / "root", "ours", "theirs")
+        root = place / "root"
+        shutil.copytree(root / "theirs", place / "outside")
+        (root / "link").symlink_to(place / "outside")
+        for path in (root / "theirs", *(root / "theirs").rglob("*"), root / "link"):
+            os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+        root.chmod(0o1777)
+        return root
+
+    def save(self, root: Path, *names: str, **options: Any) -> str | None:
+        with ckpt.StateManager(root, model=nn.Linear(4, 4), **options) as manager:
+            found = manager.resume()
+            for name in names:
+                manager.step()
+                manager.save_state(name, wait=True)
+        return found.name if found else None
+
+    def race(self, root: Path, act: Callable[[int], object]) -> set[str]:
+        """What becomes of each try; what is outside stays as it is, with the same inodes and times."""
+        outside, became = root.parent / "outside", set()
+
+        def facts() -> list[tuple[str, int, int, int]]:
+            found = sorted((path.name, path.stat()) for path in outside.iterdir())
+            return [(name, status.st_ino, status.st_nlink, status.st_mtime_ns) for name, status in found]
+
+        before = facts(), seen(outside)
+        with exchanged(root / "theirs", root / "link"):
+            for number in range(RUNS):
+                try:
+                    act(number)
+                    became.add("done")
+                except ckpt.CkptError as error:
+                    became.add(type(error).__name__)
+                assert (facts(), seen(outside)) == before
+        return became
+
+    @pytest.mark.parametrize("options", [{"keep": ckpt.Keep(last=1)}, {"keep": ckpt.Keep(last=3)}], ids=["1", "3"])
+    def test_saves_and_retention_go_on(self, run: Path, options: dict[str, Any]) -> None:
+        assert self.race(run, lambda number: self.save(run, f"s{number}", **options)) == {"done"}
+
+    def test_so_does_a_mirror(self, run: Path) -> None:
+        mirror = run.parent / "mirror"
+        assert self.race(run, lambda number: self.save(run, f"s{number}", mirror=mirror)) == {"done"}
+        assert ckpt.verify(mirror)[f"s{RUNS - 1}"] == []
+
+    @pytest.mark.parametrize("reader", ["resume", "verify", "list", "pull", "prune"])
+    def test_what_looks_at_the_whole_root_takes_the_others(self, run: Path, reader: str) -> None:
+        readers: dict[str, Callable[[int], object]] = {
+            "resume": lambda number: self.save(run),
+            "verify": lambda number: ckpt.verify(run),
+            "list": lambda number: ckpt.list_checkpoints(run),
+            "pull": lambda number: ckpt.pull(run, run.parent / f"pulled-{number}"),
+            "prune": lambda number: ckpt.prune(run, keep=ckpt.Keep(last=1)),
+        }
+        assert self.race(run, readers[reader]) == {"done"}
+
+    @pytest.mark.parametrize("reader", ["load", "merge", "save"])
+    def test_what_names_it_gets_it_or_one_error(self, run: Path, reader: str) -> None:
+        readers: dict[str, Callable[[int], object]] = {
+            "load": lambda number: ckpt.load_model(run / "theirs", nn.Linear(4, 4)),
+            "merge": lambda number: ckpt.merge(run / "theirs", run.parent / f"{number}.safetensors"),
+            "save": lambda number: self.save(run, "theirs"),
+        }
+        assert self.race(run, readers[reader]) - {"done"}
 
 
 class TestWhoMayOnlyRead:
