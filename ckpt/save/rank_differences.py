@@ -84,8 +84,11 @@ class Verdict:
 
     @cached_property
     def _tables(self) -> list[dict[str, ShardTable]]:
-        tables = (rank["tables"] for rank in self.details)
-        return [{key: ShardTable.from_json(table) for key, table in named.items()} for named in tables]
+        known: dict[int, ShardTable] = {}  # what ranks have alike is one object, and is parsed once
+        for table in (table for rank in self.details for table in rank["tables"].values()):
+            if id(table) not in known:
+                known[id(table)] = ShardTable.from_json(table)
+        return [{key: known[id(table)] for key, table in rank["tables"].items()} for rank in self.details]
 
     @property
     def _is_news(self) -> bool:
@@ -436,29 +439,42 @@ def _writes_every_copy(table: Mapping[str, Any]) -> bool:
 
 
 def _held(key: str, having: Mapping[int, Details]) -> dict[str, list[Held]]:
-    """Every tensor by name, as the ranks hold it, in their order."""
+    """Every tensor by name, as the ranks hold it, in their order.
+
+    Thousands of ranks have few different tables, of as many ranks each: what they have alike is parsed once.
+    """
     found: dict[str, list[Held]] = {}
+    known: dict[tuple[int, int], _Rows] = {}  # by the identity of a table, and of the layouts beside it
     for rank, described in having.items():
-        rows = _sharded_rows if key in described["tables"] else _unsharded_rows
-        for name, held in rows(key, rank, described):
-            found.setdefault(name, []).append(held)
+        part, table, narrow = described["parts"][key], described["tables"].get(key), described["layouts"].get(key)
+        same, sums = (id(table), id(narrow)), {**part["pieces"], **part["sums"]}
+        if table is None:
+            rows = _unsharded_rows(part)
+        else:
+            rows = known[same] if same in known else _sharded_rows(table, narrow or {})
+            known[same] = rows
+        for name, dtype, shape, layout, checksum in rows:
+            found.setdefault(name, []).append(Held(rank, dtype, shape, layout, sums.get(name, checksum)))
     return found
 
 
-def _unsharded_rows(key: str, rank: int, described: Details) -> Iterator[tuple[str, Held]]:
-    for name, (dtype, shape, checksum) in described["parts"][key]["tensors"].items():
-        if dtype:  # else the memory that others are views of, which is no tensor of the state
-            yield name, Held(rank, dtype, tuple(shape), None, checksum)
+# name, dtype, shape, layout and checksum of every tensor
+_Rows = Sequence[tuple[str, str, tuple[int, ...], Layout | None, str | None]]
 
 
-def _sharded_rows(key: str, rank: int, described: Details) -> Iterator[tuple[str, Held]]:
-    table, part = ShardTable.from_json(described["tables"][key]), described["parts"][key]
-    narrow = described["layouts"].get(key, {})
-    for name, spec in table.tensors.items():
+def _unsharded_rows(part: Mapping[str, Any]) -> _Rows:
+    # without a dtype it is the memory that others are views of, which is no tensor of the state
+    rows = part["tensors"].items()
+    return [(name, dtype, tuple(shape), None, checksum) for name, (dtype, shape, checksum) in rows if dtype]
+
+
+def _sharded_rows(fields: Mapping[str, Any], narrow: Mapping[str, Any]) -> _Rows:
+    rows = []
+    for name, spec in ShardTable.from_json(fields).tensors.items():
         layout = layout_from_json(narrow[name]) if name in narrow else spec.layout
         plain = spec.layout.is_replicated
-        checksum = part["sums"].get(name, part["pieces"].get(name))
-        yield name, Held(rank, tensor_file.dtype_name(spec.dtype), spec.shape, None if plain else layout, checksum)
+        rows.append((name, tensor_file.dtype_name(spec.dtype), spec.shape, None if plain else layout, None))
+    return rows
 
 
 def _spec(part: UnitedPart, name: str, copies: list[Held]) -> ShardSpec | None:
@@ -471,7 +487,7 @@ def _spec(part: UnitedPart, name: str, copies: list[Held]) -> ShardSpec | None:
         layout = first.layout
         if any(not _shares(first, by_rank.get(rank)) for rank in layout.ranks):
             return None
-        alike = [held.rank for held in copies if _is_copy(held, first, by_rank)]
+        alike = [*_copies_of(first, copies, by_rank)]
         if not set(layout.ranks) <= set(alike):  # some of its replicas differ
             layout = layout.copy_with(first.rank)
     part.first[name] = first.rank
@@ -487,11 +503,19 @@ def _shares(first: Held, held: Held | None) -> bool:
     return held is not None and (held.dtype, held.shape, held.layout) == (first.dtype, first.shape, first.layout)
 
 
-def _is_copy(held: Held, first: Held, by_rank: Mapping[int, Held]) -> bool:
-    """Whether all shards of a rank's copy are those of the first one's."""
-    if held.layout is None or first.layout is None:
-        return False
-    mine, theirs = held.layout.copy_with(held.rank), first.layout.copy_with(first.rank)
+def _copies_of(first: Held, copies: list[Held], by_rank: Mapping[int, Held]) -> Iterator[int]:
+    """The ranks of whose copy all shards are those of the first one's. Each copy is compared once, not by each rank."""
+    known: dict[Layout, bool] = {}
+    for held in copies:
+        if held.layout is not None and first.layout is not None:
+            mine, theirs = held.layout.copy_with(held.rank), first.layout.copy_with(first.rank)
+            if mine not in known:
+                known[mine] = _is_copy(mine, theirs, by_rank)
+            if known[mine]:
+                yield held.rank
+
+
+def _is_copy(mine: Layout, theirs: Layout, by_rank: Mapping[int, Held]) -> bool:
     if (mine.mesh, mine.placements) != (theirs.mesh, theirs.placements):
         return False
     pairs = zip(mine.ranks, theirs.ranks, strict=True)

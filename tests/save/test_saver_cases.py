@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,7 +36,7 @@ from ckpt.save.capture import (
     sharded_replicas,
 )
 from ckpt.save.rank_description import outlines_match
-from ckpt.save.rank_differences import judge, mistaken_names, refuse_to_mix, unite_parts
+from ckpt.save.rank_differences import Held, judge, mistaken_names, refuse_to_mix, unite_parts
 from ckpt.save.read_back import CommittedFiles, DiskProblem, Repair, RepairReport, _Reading
 from ckpt.save.root_writer import Lineage, Links, RootWriter
 from ckpt.save.saver import QueuedSave, SaveQueue, Saver, SaveReport, SaveReports
@@ -771,7 +772,47 @@ class TestVerdictsOnShards:
             judge(ranks)
 
 
+def pipeline(stages: int, ranks: int) -> list[dict[str, Any]]:
+    """What the ranks of a pipeline say, each of whose stages is sharded: those of one stage have their table alike."""
+    found = []
+    for stage in range(stages):
+        mine, name = range(stage * ranks, (stage + 1) * ranks), f"layer{stage}"
+        spec = ShardSpec(torch.float32, (ranks, 2), Layout((ranks,), tuple(mine), ("S0",)))
+        tables = {"model": {**ShardTable({name: spec}).to_json(), "written": "in pieces"}}
+        for rank in mine:
+            said = described({name: None}, tables=tables)
+            part = {"how": "spread", "tensors": {}, "pieces": {name: str(rank)}}
+            found.append({**said, "parts": {"model": {**said["parts"]["model"], **part}}})
+    return found
+
+
 class TestVerdicts:
+    def test_the_work_for_a_pipeline_grows_with_the_ranks_and_not_with_their_square(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        work: Counter[str] = Counter()
+        parse, is_like = ShardTable.from_json, Held.is_like
+
+        def counted_parse(*arguments: Any) -> ShardTable:
+            work["tables"] += 1
+            return parse(*arguments)
+
+        def counted_is_like(held: Held, other: Held) -> bool:
+            work["shards"] += 1
+            return is_like(held, other)
+
+        monkeypatch.setattr(ShardTable, "from_json", counted_parse)
+        monkeypatch.setattr(Held, "is_like", counted_is_like)
+        did = {}
+        for ranks in (10, 100):
+            work.clear()
+            verdict = judge(pipeline(4, ranks))
+            assert verdict.to_json()["own"] == [{}] * 4 * ranks
+            assert set(verdict.united["model"].table.tensors) == {f"layer{stage}" for stage in range(4)}
+            did[ranks] = dict(work)
+        assert did[100]["tables"] == did[10]["tables"]  # of stages
+        assert did[100]["shards"] == 10 * did[10]["shards"]
+
     def test_what_differs_is_saved_by_each_that_has_it_otherwise(self) -> None:
         same, other = {"a": "1", "b": "2", "c": None}, {"a": "1", "b": "3", "c": "9"}
         verdict = judge([described(same), described(other), described(same)]).to_json()
