@@ -354,7 +354,7 @@ th,td{padding:.35rem .7rem;text-align:left;vertical-align:top;border-bottom:1px 
 th{color:var(--muted);background:var(--surface);position:sticky;top:0}
 .bad{color:var(--bad);font-weight:600}.best{color:var(--second);font-weight:600}.good{color:var(--good)}
 p{margin:0 0 .8rem}p.good,p.bad{font-size:1.05rem}.bar{width:100%;height:1.5rem;border-radius:5px;margin:0 0 .5rem}
-.line{white-space:nowrap}.name{min-width:9rem}.wide{min-width:16rem}
+.line{white-space:nowrap}.name{min-width:9rem}.wide{min-width:12rem}
 @media print{.box{overflow:visible;max-height:none}section{border:none;padding:0}}
 """ + "".join(f'.part{n}::before{{content:"■\xa0";color:{colour}}}' for n, colour in enumerate(THEMED.lines))
 
