@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from datetime import datetime, timedelta, timezone
@@ -125,6 +125,24 @@ class TestHashing:
         assert sizes == ([200] if in_memory else [])
         assert in_memory or len(opened) == with_sha256 * (1 + bool(head))
 
+    def test_after_a_failure_no_thread_reads_the_memory_any_more(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ended: list[int] = []
+
+        def digests(pieces: Iterator[memoryview], first: int, step: int, new: object) -> dict[int, str]:
+            if first == 0:
+                raise StorageError("no")
+            time.sleep(0.1)
+            ended.append(first)
+            return {}
+
+        monkeypatch.setattr(write_link_commit, "digests_of_every", digests)
+        monkeypatch.setattr(write_link_commit, "BLOCK_SIZE", 100)
+        monkeypatch.setattr(write_link_commit, "_WORTH_THREADS", 100)
+        plan = FilePlan("x", 200, lambda: iter([memoryview(bytes(200))]), in_memory=True, reserved="a file")
+        with pytest.raises(StorageError, match="no"):
+            hashed(plan, "x", lambda size: None)
+        assert ended == [1]
+
     def test_an_empty_file_has_no_blocks(self) -> None:
         record = hashed(FilePlan.of("x", b""), "x", lambda size: None, sha256=True)
         assert (record.size, record.blocks, record.sha256, record.head) == (0, (), (), None)
@@ -134,7 +152,12 @@ class TestHashing:
 def advanced(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """By how much the progress bar was advanced."""
     sizes = list[float]()
-    monkeypatch.setattr(write_link_commit, "progress_bar", lambda *_, **__: nullcontext(sizes.append))
+
+    def bar(text: str, total: float, *, in_bytes: bool, show: bool) -> AbstractContextManager[Callable[[float], None]]:
+        assert (in_bytes, show) == (True, False)
+        return nullcontext(sizes.append)
+
+    monkeypatch.setattr(write_link_commit, "progress_bar", bar)
     return sizes
 
 
