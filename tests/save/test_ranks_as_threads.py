@@ -59,12 +59,12 @@ class Rank:
     own: dict[str, Part] = field(default_factory=dict)
     layout: str = "auto"
 
-    def save(self, name: str = "a", **options: Any) -> None:
+    def save(self, name: str = "a", *, amends: bool = False, **options: Any) -> None:
         root = self.saver.root
         state = {"rng": rng.capture(), "generators": {}, "loaders": {}, "values": {"rank": root.ranks.rank}}
         capture = StateCapture(root.ranks, self.layout, root.hosts, self.saver.compared)
         facts = {"progress": {"step": 3}, "metrics": {"loss": 0.5}}
-        request = SaveRequest(name, lambda: capture.capture(self.parts, self.own, state), facts)
+        request = SaveRequest(name, lambda: capture.capture(self.parts, self.own, state), facts, amends=amends)
         self.saver.save(request, **{"wait": True, **options})
 
 
@@ -312,6 +312,49 @@ class TestHostsWithRootsOfTheirOwn:
         close(ranks)
         for root in (roots[0], roots[2]):
             assert not any(found.committed for found in ckpt.list_checkpoints(root.url))
+
+    def test_where_a_host_cannot_write_the_manifest_its_next_load_does(
+        self, roots: Mapping[int, Storage], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        ranks, write = self.ranks(roots), roots[2].write
+
+        def fails(key: str, pieces: Any, **options: Any) -> Any:
+            if key.endswith(FILE_NAME):
+                raise ckpt.StorageError("no room")
+            return write(key, pieces, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(roots[2], "write", fails)
+            assert everywhere(ranks, Rank.save) == [""] * 4
+        assert caplog.text.count("a is committed, but ckpt could not write its manifest here: no room") == 1
+        saved = manifest_of(roots[0])
+        assert not find(roots[2], "a").committed
+        for rank in ranks:
+            rank.saver.root.follow(saved, ())
+        assert manifest_of(roots[2]) == saved
+        assert everywhere(ranks, lambda rank: rank.save("b")) == [""] * 4
+        close(ranks)
+        for root in (roots[0], roots[2]):
+            assert ckpt.verify(root.url) == {"a": [], "b": []}
+
+    def test_where_nothing_is_to_be_amended_nothing_is_left_on_any(self, roots: Mapping[int, Storage]) -> None:
+        ranks = self.ranks(roots)
+        for rank in ranks:
+            rank.layout = "sharded"
+        assert everywhere(ranks, Rank.save) == [""] * 4
+        before = manifest_of(roots[0]), [{entry.key for entry in roots[number].list("a")} for number in (0, 2)]
+        for _ in range(2):
+            assert everywhere(ranks, lambda rank: rank.save(amends=True)) == [""] * 4
+            assert before == (
+                manifest_of(roots[0]), [{entry.key for entry in roots[number].list("a")} for number in (0, 2)]
+            )  # fmt: skip
+        ranks[3].own = {"mine-00003": RankObjectPart("mine-00003", Counter(torch.full((2,), 9.0)))}
+        assert everywhere(ranks, lambda rank: rank.save(amends=True)) == [""] * 4
+        close(ranks)
+        assert manifest_of(roots[0]).id == manifest_of(roots[2]).id != before[0].id
+        assert torch.equal(state_of(roots[3], 3, "mine-00003")["value"], torch.full((2,), 9.0))
+        for root in (roots[0], roots[2]):
+            assert ckpt.verify(root.url) == {"a": []}
 
     def test_one_that_cannot_begin_keeps_all_from_writing(self, roots: Mapping[int, Storage]) -> None:
         ranks = self.ranks(roots)
