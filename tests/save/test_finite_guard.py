@@ -6,6 +6,7 @@ import math
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.save.finite_guard import non_finite
+from ckpt.ranks.consensus import SingleProcess
+from ckpt.save.finite_guard import FiniteGuard, _listed, _shortened, non_finite
 from tests.helpers.processes import run_ranks
 
 
@@ -40,6 +42,27 @@ def test_large_weights_and_odd_ones_are_no_offence() -> None:
     model.register_parameter("empty", nn.Parameter(torch.ones(0)))
     model.register_parameter("count", nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False))
     assert non_finite({"model": model}) == []
+
+
+def test_a_few_are_named_with_the_ranks_that_have_them() -> None:
+    fine = _shortened([])
+    for answers, listed in (
+        ([fine, fine], ""),
+        ([_shortened(["a"])], "a"),
+        ([_shortened(["a", "b", "c"])], "a, b, c"),
+        ([_shortened(["a", "b", "c", "d", "e"])], "a, b, c and 2 more"),
+        ([fine, _shortened(["a"]), _shortened(["b"])], "a (on ranks 1, 2)"),
+        ([_shortened(["a"]), _shortened(["b"])], "a"),
+    ):
+        assert _listed(answers) == listed
+
+
+@pytest.mark.parametrize("dead", [True, False])
+def test_why_a_rank_does_not_save_its_state(dead: bool) -> None:
+    for on_nan, refuses in (("raise", True), ("skip", True), ("warn", False)):
+        registry: Any = SimpleNamespace(models={"model": _model(math.nan if dead else None)})
+        problem = FiniteGuard(SingleProcess(), registry, on_nan).problem_here()
+        assert problem == ("these parameters are NaN or infinite: model: 1.weight" if refuses and dead else "")
 
 
 def _manager(root: Path, model: nn.Module, on_nan: str | None, **options: Any) -> ckpt.StateManager:
