@@ -1009,12 +1009,13 @@ class TestTheAttempt:
     def test_one_whose_manager_was_never_closed_has_exited(self) -> None:
         storage, far = MemoryStorage("attempt-dropped"), PassedOn("memory://attempt-dropped")
         far.is_local = False
-        for root, ended, is_here, told in (
+        cases: list[tuple[Storage, str, bool, str]] = [
             (storage, "", True, "exited"),
             (far, "", True, ""),
             (storage, "finished", True, ""),
             (storage, "", False, ""),
-        ):
+        ]
+        for root, ended, is_here, told in cases:
             log = self.log([7])
             log.dropped()  # nothing was ever stored
             log.store(History(root), "run")
