@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import platform
 import shutil
@@ -42,6 +43,7 @@ from ckpt.storage import ANY, Buffer, MemoryStorage, Storage, open_storage
 from tests.helpers.byte_checkpoints import MOMENT
 from tests.helpers.places import PassedOn
 
+_numbers = itertools.count()
 SECONDS = dict.fromkeys(("blocked", "copied", "written", "total"), 0.0)
 
 
@@ -933,7 +935,7 @@ class TestTheAttempt:
         return AttemptLog(lambda: steps[-1], lambda: {"loss": [(1, 0.5)]})
 
     def stored(self, log: AttemptLog) -> PastAttempt | None:
-        storage = MemoryStorage(f"attempt-{id(log)}")
+        storage = MemoryStorage(f"attempt-{next(_numbers)}")
         log.store(History(storage), "run")
         return next(iter(History.of(storage).attempts), None)
 
@@ -1007,7 +1009,8 @@ class TestTheAttempt:
         assert found.last == 7
 
     def test_one_whose_manager_was_never_closed_has_exited(self) -> None:
-        storage, far = MemoryStorage("attempt-dropped"), PassedOn("memory://attempt-dropped")
+        storage = MemoryStorage(f"attempt-{next(_numbers)}")
+        far = PassedOn(storage.url)
         far.is_local = False
         cases: list[tuple[Storage, str, bool, str]] = [
             (storage, "", True, "exited"),
