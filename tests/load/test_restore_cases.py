@@ -37,7 +37,6 @@ from ckpt.ranks.store_and_heartbeats import TimedStore
 from ckpt.ranks.store_group import BuiltManagers, StoreGroup
 from ckpt.root.catalog import find
 from ckpt.root.mirror import MirrorPatience
-from ckpt.root.signing import Trust
 from ckpt.state import rng
 from ckpt.state.model import ModelPart
 from ckpt.state.optimizer import OptimizerPart
@@ -793,9 +792,10 @@ class TestALoad:
         loader.locations = replace(
             loader.locations, memory=lambda: memory, patience=patience, hosts=hosts, on_listed=seen.append
         )
-        loader.trust = Trust(("ab" * 32,), required=True)
+        trusts: Any = SimpleNamespace(of_named=lambda: "of a name")
+        loader.trust = trusts
         restoring: Any = SimpleNamespace(prepare="prepare", opening="opening", check="check")
-        for name, found_in, trust in ((None, memory, loader.trust), ("a", None, loader.trust.of_named())):
+        for name, found_in, trust in ((None, memory, trusts), ("a", None, "of a name")):
             found: Any = loader._selection(name, restoring)
             assert (found.name, found.memory, found.trust, found.foreign) == (name, found_in, trust, True)
             assert (found.prepare, found.opening, found.check) == ("prepare", "opening", "check")
@@ -842,6 +842,29 @@ class TestALoad:
         check()
         with pytest.raises(DamagedError, match=r"^a is not a valid StateManager checkpoint"):
             check(noise="x")
+
+    def test_a_ranks_own_state_goes_back_and_what_new_ranks_have_of_others_is_noted(self, loader: StateLoader) -> None:
+        for values, saved_by, noted in (({"lr": 1}, 1, False), ({"lr": 1}, 2, True), ({}, 1, False), ({}, 2, False)):
+            went: list[Any] = []
+            registry = SimpleNamespace(generators={}, values=SimpleNamespace(restore=lambda values: [*values, "gone"]))
+            live: Any = SimpleNamespace(
+                source=SimpleNamespace(go_back=went.append), registry=registry,
+                loop=SimpleNamespace(go_back=lambda *given, went=went: went.extend(given)),
+            )  # fmt: skip
+            reader: Any = SimpleNamespace(
+                manifest=SimpleNamespace(name="a", world_size=saved_by, progress={"step": 3}, origin=""),
+                state={
+                    "rng": rng.capture(), "generators": {}, "loaders": {"data": {}}, "values": values,
+                    "source": {"step": 1}, "loop": {"ahead": 2},
+                },
+            )  # fmt: skip
+            loader.live, notes = live, Notes()
+            loader._restore_rank_state(reader, notes)
+            assert ("values" in notes.approximated) == noted
+            assert notes.skipped.keys() == {*values, "gone"}
+            source, progress, unclaimed, loop = went
+            assert (source, progress.step, loop) == ({"step": 1}, 3, {"ahead": 2})
+            assert unclaimed.reported
 
     def test_its_end_is_told_with_where_it_came_from(
         self, loader: StateLoader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -165,6 +165,7 @@ class TestMaking:
         self, root: MemoryStorage, keepers: list[tuple[str, Path]]
     ) -> None:
         made = met(root)
+        assert not made.complete
         assert made.make() == ""
         place = made.place
         assert place is not None
