@@ -159,13 +159,13 @@ class Requests:
                     self._reached = True
                     self.note_progress()
                     return result
+            self._refuse_given_up()
             self._reached = self._reached or not isinstance(problem, UnreachedError)
             if isinstance(problem, FinalError):
                 raise problem
-            self._problem = str(problem)
-            self._refuse_given_up()
             asked = problem.asked if isinstance(problem, BusyError) else None
             tries, pause = retries.tries, retries.next_pause(reached=self._reached, asked=asked)
+            self._problem = str(problem)
             if pause is not None and asked:
                 _log.warning("the server asked to wait; trying %s again in %.1f s: %s", self._where, pause, problem)
             if pause is None or stopped.wait(pause):
