@@ -42,6 +42,7 @@ from ckpt.memory.slots import SlotWriter
 from ckpt.memory.statistics import Statistics, crash_facts, saving_of
 from ckpt.ranks.consensus import SingleProcess
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
+from ckpt.save.root_writer import RootWriter
 from ckpt.storage import Buffer, MemoryStorage, Storage
 from ckpt.util.threads import Worker
 from tests.helpers.byte_checkpoints import FILES, keys, save
@@ -188,6 +189,28 @@ class TestLink:
         network.wires[5, 3, 2].put(bytes(32))
         with pytest.raises(LinkError, match="a message claims to be from rank 5, but is not"):
             network.link(3).send(source, "step-1", 5)
+
+    def test_a_confirmation_of_an_earlier_snapshot_is_none(
+        self, network: Network, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        source, sender, receiver = MemoryStorage("confirmed-twice"), network.link(3), network.link(5)
+        for number in (1, 2):
+            save(source, f"step-{number}", sequence=number)
+
+        def repeated(data: torch.Tensor, to: int, group: Any, tag: int) -> Any:
+            if tag == 2:
+                network.isend(data, to, group, tag)  # by somebody else
+            return network.isend(data, to, group, tag)
+
+        monkeypatch.setattr("torch.distributed.isend", repeated)
+        sending = Worker("sender").start(lambda: sender.send(source, "step-1", 5))
+        try:
+            assert receiver.receive(MemoryStorage("confirmed-target"), 3) == "step-1"
+            sending.wait()
+        finally:
+            sending.close()
+        with pytest.raises(LinkError, match="did not come from it"):
+            sender.send(source, "step-2", 5)
 
     @pytest.mark.parametrize("length", [0, -1, (64 << 20) + 1])
     def test_what_is_no_header_is_refused_before_it_takes_memory(self, network: Network, length: int) -> None:
@@ -467,6 +490,14 @@ class TestSlots:
                 writer.make_room()
         finally:
             writer.close()
+
+    def test_it_is_numbered_after_the_newest_of_the_root(self, tmp_path: Path) -> None:
+        main = RootWriter(MemoryStorage("numbered"), SingleProcess())
+        writer = SlotWriter(
+            slot_storage(create_place(tmp_path / "root")), SingleProcess(), numbering=main.numbering, main=main
+        )
+        main.lineage.sequence = 41
+        assert (writer.reserve(), main.reserve(), writer.reserve()) == (42, 43, 44)
 
     def test_a_damaged_one_is_not_the_one_that_is_kept(self, tmp_path: Path) -> None:
         storage = slot_storage(create_place(tmp_path / "root"))
