@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -229,6 +232,30 @@ class TestInterface:
     @pytest.mark.parametrize("host", ["127.0.0.1", "", "no such host"])
     def test_it_is_left_to_gloo_where_it_is_the_loopback_or_unknown(self, host: str) -> None:
         assert interface_to(host) == ""
+
+    def test_it_is_the_one_with_the_address_from_which_the_host_is_reached(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[tuple[str, int]] = []
+        addresses = {"lo": "127.0.0.1", "down": "", "eth0": "10.0.0.1", "eth1": "10.0.0.2"}
+
+        def ioctl(descriptor: int, request: int, name: bytes) -> bytes:
+            assert (descriptor, request, len(name)) == (7, 0x8915, 256)
+            address = addresses[name.rstrip(bytes(1)).decode()]
+            if not address:
+                raise OSError("it has no address")
+            return bytes(20) + socket.inet_aton(address) + bytes(232)
+
+        for address, name in (("10.0.0.2", "eth1"), ("10.0.0.1", "eth0"), ("127.0.0.1", ""), ("10.0.0.9", "")):
+            probe = SimpleNamespace(
+                connect=asked.append, getsockname=lambda address=address: (address, 9), fileno=lambda: 7
+            )
+            with monkeypatch.context() as patch:
+                patch.setattr("socket.socket", lambda *kind, probe=probe: nullcontext(probe))
+                patch.setattr("socket.if_nameindex", lambda: [*enumerate(addresses)])
+                patch.setattr("fcntl.ioctl", ioctl)
+                assert interface_to("another") == name
+        assert asked == [("another", 1)] * 4
 
 
 HOSTS = {0: (0,), 1: (1,), 2: (2,)}
