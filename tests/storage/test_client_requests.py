@@ -13,6 +13,7 @@ import pytest
 from fsspec.asyn import get_loop
 
 from ckpt.errors import AbsentError, DeniedError, StorageError, TransientError
+from ckpt.storage import Entry
 from ckpt.storage.clouds import azure, gcs, s3
 from ckpt.storage.clouds.azure import AzureClient, FolderError
 from ckpt.storage.clouds.errors import CutError
@@ -292,6 +293,19 @@ class TestS3Objects:
         )
         return made
 
+    def test_a_page_begins_after_a_key_and_says_whether_there_are_more(self, objects: Any) -> None:
+        asked: list[Any] = []
+        answers = [([Entry("run/a", 1)], {"token": "t"}), ([Entry("run/b", 2)], None)]
+
+        def page(prefix: str, marker: Any) -> Any:
+            asked.append((prefix, marker))
+            return answers[len(asked) - 1]
+
+        objects._s3.page = page
+        assert objects.page("") == ([Entry("a", 1)], True)
+        assert objects.page("a") == ([Entry("b", 2)], False)
+        assert asked == [("run/", None), ("run/", {"StartAfter": "run/a"})]
+
     def test_uploads_that_were_cut_off_are_listed_with_their_bytes_below_a_prefix(self, objects: Any) -> None:
         assert [(one.key, one.size, one.age) for one in objects.unfinished("a/")] == [("a/1", 7, 9.0)]
         assert len(list(objects.unfinished(""))) == 2
@@ -344,6 +358,58 @@ class Blob:
             return answer
 
         return call
+
+
+def test_an_answer_that_was_too_long_is_found_in_whatever_wraps_it() -> None:
+    endless = s3.EndlessError("too long")
+    for caused, met in ((endless, None), (None, endless), (endless, ValueError("met while it was handled"))):
+        wrapped = ValueError("wrapped")
+        wrapped.__cause__, wrapped.__context__ = caused, met
+        outer = KeyError("outer")
+        outer.__context__ = wrapped
+        for error in (endless, wrapped, outer):
+            assert s3._endless(error) is endless
+    assert s3._endless(ValueError("another")) is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sent", "ok", "most"),
+    [
+        ("bytes=5-9", "bytes 5-9/20", True, 5), ("bytes=5-9", "bytes 4-9/20", True, None),
+        ("bytes=5-9", "", True, None),
+        ("bytes=5-9", "", False, 5), ("bytes=0-9", "", True, 10),
+        (None, "", True, azure.LARGEST_DOCUMENT - azure._SLACK),
+        ("bytes=50-", "", True, azure.LARGEST_DOCUMENT - azure._SLACK),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("header", ["x-ms-range", "Range"])
+def test_of_an_answer_of_azure_no_more_is_read_than_was_asked_for(
+    header: str, wanted: str | None, sent: str, ok: bool, most: int | None
+) -> None:
+    class Raw:
+        closed = 0
+
+        def close(self) -> None:
+            self.closed += 1
+
+        def stream(self, size: int) -> Iterator[bytes]:
+            yield from (bytes(1), bytes(size - 1))
+
+    raw = Raw()
+    request = SimpleNamespace(headers={header: wanted} if wanted else {})
+    response = SimpleNamespace(request=request, headers={"Content-Range": sent}, ok=ok, raw=raw, close=raw.close)
+    if most is None:
+        with pytest.raises(StorageError, match="sent a different range of bytes"):
+            azure._bound(response)
+        assert (raw.closed, response.raw) == (1, raw)
+        return
+    azure._bound(response)
+    most += azure._SLACK
+    assert sum(map(len, response.raw.stream(most))) == most
+    assert raw.closed == 0
+    with pytest.raises(StorageError, match=f"more than the {most:,} bytes"):
+        list(response.raw.stream(most + 1))
+    assert raw.closed == 1
 
 
 def azure_client(blob: Blob) -> AzureClient:
