@@ -218,8 +218,8 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
     text = page_of(root, tmp_path)
     page = refuse_what_acts(text)
     assert not any(char in text for char in "\x1b\x07\u202e")
-    for said in (f"{HOSTILE}, found in the {HOSTILE}", f"failed: {HOSTILE}", "attempt 2 passed over:"):
-        assert said in "".join(page.text)
+    for sentence in (f"{HOSTILE}, found in the {HOSTILE}", f"failed: {HOSTILE}", "attempt 2 passed over:"):
+        assert sentence in "".join(page.text)
     assert HOSTILE in "".join(page.text)
     assert "b" not in {tag for tag, _ in page.tags} or "<b>run" not in text
 
