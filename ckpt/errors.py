@@ -101,11 +101,11 @@ class AbsentError(StorageError):
 
 
 class TruncatedError(StorageError):
-    """An object lacks some of the bytes that ckpt asked for."""
+    """A stored file is shorter than the bytes that ckpt asked for."""
 
 
 class DeniedError(StorageError):
-    """The storage refused a request: credentials are missing, are wrong, or lack a permission."""
+    """The storage refused a request: the credentials are missing or wrong, or lack a permission."""
 
 
 class FullError(StorageError):

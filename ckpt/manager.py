@@ -441,8 +441,9 @@ class StateManager:
         """Write the model for `from_pretrained`: `model.safetensors`, or shards and an index, and the config.
 
         If the model has PEFT adapters, ckpt writes only the adapters, as PEFT does. ckpt writes the full model even if
-        yours is wrapped, compiled or sharded, and gathers it tensor by tensor. The folder appears when all files are
-        complete; your own files in it stay. Every rank must make this call; the main rank writes.
+        yours is wrapped, compiled or sharded, and gathers it tensor by tensor. A new folder appears once all files are
+        complete; in a folder that is there, ckpt keeps your own files. Every rank must make this call; the main rank
+        writes.
 
         Args:
             directory: The folder. Its parent need not exist.

@@ -234,7 +234,7 @@ def kill_steps(straight: Sequence[Event], program: Program) -> list[int]:
     if not saves:
         raise ConfigError(
             f"{program.target} made no save between the first and the last of its {last} optimizer steps, so there is "
-            "nothing to resume from. Give save_every= (ckpt selftest --save-every N), or train for more steps."
+            "nothing to resume from. Set save_every= (or run ckpt selftest --save-every N), or train for more steps."
         )
     chance = random.Random(program.seed)  # noqa: S311
     chosen = sorted(chance.sample(saves, min(program.kills, len(saves))))

@@ -235,7 +235,7 @@ class Due:
         return taken
 
     def close(self) -> None:
-        """Give signals back to the previous handlers."""
+        """Restore the previous signal handlers."""
         self.what.clear()
         self.preemption.close()
         self.schedule.close()

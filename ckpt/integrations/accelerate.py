@@ -123,8 +123,8 @@ class MainProcessSaves:
         if theirs != mine:
             raise RanksError(
                 "rank 0 called save_state() at a point that this rank has already passed, so their states would not "
-                f"match. Sync point, epoch, batch, step and the accelerator's step: {theirs} on rank 0, {mine} on this "
-                "rank. Make save_state() the last call for a batch, or call it on every rank."
+                f"match. The call's number, epoch, batch, step and accelerator.step are {theirs} on rank 0, but "
+                f"{mine} on this rank. Make save_state() the last call for a batch, or call it on every rank."
             )
 
 

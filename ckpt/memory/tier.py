@@ -211,7 +211,7 @@ class MemoryTier:
     def close(self, *, keep: bool) -> None:
         """End the tier: remove all snapshots in memory, or, with `keep`, leave them for a restart.
 
-        A run that has only looked at the snapshots leaves them in memory too. With `keep`, ckpt does not wait for a
+        A run that has only read the snapshots also leaves them in memory. With `keep`, ckpt does not wait for a
         snapshot under way: another rank may have died during that snapshot.
         """
         if keep and self._slots is not None:

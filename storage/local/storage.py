@@ -323,10 +323,14 @@ class LocalStorage:
 
     def _name_new(self, folder: int, temporary: str, key: str) -> bool:
         """Whether the name could be given by a link, and was: not every filesystem has links."""
+        name = key.rpartition("/")[2]
         try:
-            os.link(temporary, key.rpartition("/")[2], src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+            os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
         except FileExistsError:
-            raise changed(f"{self._shown}/{key}") from None
+            # NFS repeats a request whose answer was lost: then the link that is there is this one
+            there, mine = (os.stat(each, dir_fd=folder, follow_symlinks=False) for each in (name, temporary))
+            if not os.path.samestat(there, mine):
+                raise changed(f"{self._shown}/{key}") from None
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
