@@ -214,7 +214,6 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
     began, said = "2026-01-01T00:00:00+00:00", {"ended": "failed", "reason": HOSTILE, "seconds": {"total": 1.0}}
     history.note(PastAttempt(HOSTILE, HOSTILE, began, **said, metrics={HOSTILE: [(1, 2.0)]}))  # type: ignore[arg-type]
     history.store(())
-    refuse_what_acts(page_of(root, tmp_path))
     text = page_of(root, tmp_path)
     page = refuse_what_acts(text)
     assert not any(char in text for char in "\x1b\x07\u202e")
