@@ -183,8 +183,8 @@ def _refuse_other_checkpoint(target: Storage, manifest: Manifest) -> None:
     is_older = known is not None and known.run == manifest.run and known.sequence < manifest.sequence
     if known is not None and known.id != manifest.id and not is_older:
         raise ConfigError(
-            f"{target.url} already has a different checkpoint named {manifest.name!r}, which ckpt does not overwrite. Choose "
-            "another destination."
+            f"{target.url} already has a different checkpoint named {manifest.name!r}, which ckpt does not overwrite. "
+            "Choose another destination."
         )
 
 
