@@ -393,7 +393,7 @@ class StateManager:
         return self._session.fingerprint()
 
     def rewind_rng(self) -> None:
-        """Restore the random generators of the last load once more.
+        """Set the random generators back to the state that the last load restored.
 
         Use this in loops that skip to their place in the data themselves, and draw random numbers while they skip.
         """

@@ -70,7 +70,7 @@ class Demo:
             click.echo(f"A small transformer learns the text of a short story on the CPU: {self.steps} steps.\n")
             click.secho("1  straight through ...", bold=True)
             straight, _ = self._train(STRAIGHT)
-            click.secho(f"2  once more, killed by SIGKILL halfway through saving {cut_off} ...", bold=True)
+            click.secho(f"2  the same run, killed by SIGKILL halfway through saving {cut_off} ...", bold=True)
             doomed, _ = self._train(
                 INTERRUPTED, "--die-writing", f"{cut_off}/optimizer.safetensors", status=-signal.SIGKILL
             )

@@ -87,12 +87,12 @@ _POSITIVE = click.FloatRange(min=0, min_open=True, max=1e9)
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Machines of the job.")
 @click.option(
     "--failures", type=_POSITIVE, metavar="R",
-    help="Failures of a node in a day. By default, those of the run in ROOT once it had three, else "
-    "CKPT_FAILURES_PER_NODE_DAY, else 0.0065, which is published.",
+    help="Failures of a node in a day. By default, the rate of the run in ROOT after three failures, else "
+    "CKPT_FAILURES_PER_NODE_DAY, else the published 0.0065.",
 )  # fmt: skip
 @click.option(
     "--lost-machines", type=click.FloatRange(0, 1), default=0.5, show_default=True,
-    help="Share of failures after which a machine, and what is in its memory, is gone.",
+    help="Share of failures that lose a machine and its memory.",
 )  # fmt: skip
 def plan(
     root: str | None, state: int | None, disk: int | None, save: float | None, step: float | None,
@@ -100,8 +100,8 @@ def plan(
 ) -> None:  # fmt: skip
     """Show what it costs to save every so often, and which interval loses least.
 
-    With ROOT, plan takes what the run has measured: what saves cost, how long they take, how often it failed. The
-    options replace what is measured. Without ROOT, give --state and --disk.
+    With ROOT, plan uses what the run has measured: what saves cost, how long they take, and how often the run
+    failed. Options override these measurements. Without ROOT, give --state and --disk.
 
     \b
     ckpt plan runs/mrpc --nodes 4

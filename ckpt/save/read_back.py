@@ -170,7 +170,7 @@ class _Reading:
         size, room = min(size, manifest.size if manifest is not None else size), spare()
         if size > room:
             sizes = format_size(size), format_size(room)
-            _log.debug("ckpt does not read %s back: it has %s, but only %s of memory are free", self._url, *sizes)
+            _log.debug("ckpt does not read %s back: it takes up %s, and only %s of memory is free", self._url, *sizes)
         return size <= room
 
     def _read_all(self) -> None:

@@ -325,7 +325,7 @@ def _stacked(tensors: Mapping[str, PiecedTensor], name: str) -> dict[str, Sharde
         if not alike or sorted(layers) != list(range(len(layers))) or key in entries:
             raise ConfigError(
                 f"{key} in {name} is not the same in every layer: {len(layers)} of {1 + max(layers)} layers have it, "
-                "or its shapes differ. Megatron-Core can stack only equal layers."
+                "or its shapes or dtypes differ. Megatron-Core can only stack identical layers."
             )
         shards = tuple(_shard((layer,), layers[layer]) for layer in sorted(layers))
         entries[key] = ShardedEntry(first.dtype, (len(layers), *first.shape), shards)
