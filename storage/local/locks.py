@@ -174,9 +174,11 @@ class LocalLocks:
             if shared:
                 raise
             mode = stat.S_IFREG
+        is_named_so = key.rpartition("/")[2].startswith(".")
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-            raise self._none_of_ours(key, not_regular(self._root / key))
-        return key.rpartition("/")[2].startswith(".") and not stat.S_ISDIR(mode)
+            error = not_regular(self._root / key)
+            raise self._none_of_ours(key, error) if is_named_so else error  # which is: nothing is there
+        return is_named_so and not stat.S_ISDIR(mode)
 
     def _wait(self, key: str, file: str, *, shared: bool, lasting: bool, patience: float) -> HeldLock | None:
         """Lock a file, and be sure that it is the one that others would lock."""

@@ -322,7 +322,10 @@ class LocalStorage:
                 os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
 
     def _name_new(self, folder: int, temporary: str, key: str) -> bool:
-        """Whether the name could be given by a link, and was: not every filesystem has links."""
+        """Whether the name could be given by a link, and was.
+
+        Not every filesystem has links, and a pipe, a socket or a link to nothing under the name is replaced instead.
+        """
         name = key.rpartition("/")[2]
         try:
             os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
@@ -330,7 +333,9 @@ class LocalStorage:
             # NFS repeats a request whose answer was lost: then the link that is there is this one
             there, mine = (os.stat(each, dir_fd=folder, follow_symlinks=False) for each in (name, temporary))
             if not os.path.samestat(there, mine):
-                raise changed(f"{self._shown}/{key}") from None
+                if self.version(key) is not None:
+                    raise changed(f"{self._shown}/{key}") from None
+                return False
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise

@@ -61,7 +61,7 @@ def test_a_run_is_planned_with_what_it_has_measured(invoke: Invoke, tmp_path: Pa
     history = History.of(open_storage(tmp_path))
     for number in range(5):
         gone = ("another machine", 1, 1, "1")
-        history.note(PastAttempt(f"{number}", "x", "x", seconds={"total": 3600.0}, writer=gone))
+        history.note(PastAttempt(f"{number}", "x", "2026-01-01T00:00:00+00:00", seconds={"total": 3600.0}, writer=gone))
     history.store(())
     assert "One node fails about every 1h (this run has failed 5 times in 5h" in invoke(tmp_path).output
     assert "about every 4d (as you said)" in invoke(tmp_path, "--failures", 0.25).output

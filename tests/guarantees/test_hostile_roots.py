@@ -148,7 +148,7 @@ class Root:
     def check_readers(self) -> None:
         assert "old" in self.run("ls")
         assert "old" in self.run("ls", "--verify")
-        assert "old" in self.run("report")
+        assert "at step " in self.run("report")
         assert ckpt.verify(self.path)["old"] == []
         self.run("verify")
         self.run("show")

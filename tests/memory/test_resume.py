@@ -10,6 +10,8 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -480,17 +482,18 @@ def test_a_commit_that_is_cut_off_leaves_the_snapshot_before(
     """The process dies before the manifest of the third snapshot, or while its files are written."""
     Training(tmp_path / "root", save_every=None).to(6)
     training = Training(tmp_path / "root", save_every=None)
-    renamed, own = itertools.count(), os.replace
+    named = itertools.count()
 
-    def cut_off(source: Any, target: Any, **folders: Any) -> None:
-        folder = os.readlink(f"/proc/self/fd/{folders['dst_dir_fd']}") if folders else str(target)
-        if folder.startswith(str(memory)) and next(renamed) >= when:
+    def cut_off(own: Callable[..., None], source: Any, target: Any, **folders: Any) -> None:
+        folder = os.readlink(f"/proc/self/fd/{folders['dst_dir_fd']}") if "dst_dir_fd" in folders else str(target)
+        if folder.startswith(str(memory)) and next(named) >= when:
             raise OSError(5, "Input/output error")
         own(source, target, **folders)
 
-    monkeypatch.setattr(os, "replace", cut_off)
-    training.to(9)
-    monkeypatch.setattr(os, "replace", own)
+    with monkeypatch.context() as patched:
+        for name in ("replace", "link"):
+            patched.setattr(os, name, partial(cut_off, getattr(os, name)))
+        training.to(9)
     assert "step-00000006" in snapshots(memory)
     again = Training(tmp_path / "root")
     assert again.to(25) == straight

@@ -148,7 +148,7 @@ def test_new_files_wait_for_nobody_who_compares_and_replaces_nor_for_each_other(
         LocalStorage(tmp_path).write("folder/object", [b"new"], over=None)
         with LocalStorage(tmp_path).grouped():
             LocalStorage(tmp_path).write("folder/other", [b"new"], over=None)
-        with pytest.raises(ckpt.ConflictError, match="folder/object is not what it was"):
+        with pytest.raises(ckpt.ConflictError, match="folder/object has changed"):
             storage.write("folder/object", [b"newer"], over=None)
     assert storage.read("folder/object") == b"new"
     assert sorted(path.name for path in (tmp_path / "folder").iterdir()) == ["object", "other"]
