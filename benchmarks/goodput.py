@@ -209,7 +209,7 @@ def libraries_table(rate: float, seed: int) -> Iterator[str]:
         ways = {
             '`"1h"`': [simulate(library, gpus, rate, seed, 3600.0) for gpus in GPUS],
             '`"10min"`': [simulate(library, gpus, rate, seed, 600.0) for gpus in GPUS],
-            "the best, by search": [search(library, gpus, rate, seed)[1] for gpus in GPUS],
+            "the best interval, by search": [search(library, gpus, rate, seed)[1] for gpus in GPUS],
         }
         if library is CKPT:
             ways['`"auto"`'] = [simulate(library, gpus, rate, seed, auto_of(library, gpus, rate)) for gpus in GPUS]
@@ -279,58 +279,63 @@ def auto_table(found: Sequence[Case]) -> Iterator[str]:
 
 PAGE = """# Goodput: how much of its time a run loses
 
-This page shows how much of its time a run loses to saves and failures, simulated with the measured costs of ckpt and
-of other libraries, and how near `save_every="auto"` comes to the best interval.
+This page shows how much of its time a run loses to saves and failures, and how close `save_every="auto"` comes to the
+best interval. The figures come from a simulation that uses the measured costs of ckpt and of other libraries.
 
 - command: `python -m benchmarks goodput --seed {seed} --report docs/goodput.md`
 - seed: {seed}; the same seed gives the same page
-- {days} days on 64, 1,024 and 16,384 GPUs, {per_node} to a node; jobs that fail rarely are simulated again until
-  {failures:,} failures
+- {days} days on 64, 1,024 and 16,384 GPUs, {per_node} GPUs to a node; jobs that fail rarely are simulated several
+  times, until there are about {failures:,} failures
 
 ## Libraries
 
-Time lost by waiting for saves and by training again what a failure took, as a share of all time. Restarts come on
-top. They cost all libraries the same: {restarts}. Nodes fail as on Meta's cluster RSC-1, 6.5 times in 1,000 node-days
-([arXiv 2410.21680](https://arxiv.org/abs/2410.21680)).
+The table shows the time lost by waiting for saves, and by repeating training that a failure undid, as a share of all
+time. The table leaves out restarts, which cost the same with every library: {restarts}. Nodes fail as often as on
+Meta's cluster RSC-1: 6.5 times in 1,000 node-days ([arXiv 2410.21680](https://arxiv.org/abs/2410.21680)).
 
 {libraries}
 
 {costs}
 
 These costs were measured on one H200 with 14.9 GB of model and AdamW state, in the same loop: see
-[Performance](performance.md). A save may begin when the one before is durable, so no interval is shorter than that.
+[Performance](performance.md). A save may begin only when the previous one is durable, so no interval is shorter than
+the time until a save is durable.
 
 ## `save_every="auto"` beside the best fixed interval
 
-The simulation runs the code that decides in a run (`ckpt/save/cadence.py`), and searches the best of {grid} fixed
-intervals for the same failures. Llama 3 had 3.8 failures in 1,000 node-days: 419 unexpected interruptions in 54 days
-on 2,048 nodes ([arXiv 2407.21783](https://arxiv.org/abs/2407.21783)). All figures leave restarts out.
+The simulation chooses intervals with the same code as a real run (`ckpt/save/cadence.py`), and compares them with the
+best of {grid} fixed intervals for the same failures. Llama 3 had 3.8 failures in 1,000 node-days: 419 unexpected
+interruptions in 54 days on 2,048 nodes ([arXiv 2407.21783](https://arxiv.org/abs/2407.21783)). All figures leave
+restarts out.
 
 {auto}
 
 - **best fixed**: the best interval within the bounds of `auto`: at least a minute, and at least twice as long as a
   save takes until it is durable.
-- **more**: what `auto` loses more than that, as a share of what that loses. A minus is chance: the failures are the
-  same, but they fall elsewhere between the saves.
-- **unaware**: what `auto` loses if it is told the published rate, and must learn the true one from the failures of
-  its run.
-- **no bounds**: what the best interval without these bounds loses. The difference is the price of a disk that is idle
-  for at least half of the time. Where it matters, take snapshots in memory ([memory](memory.md)).
+- **more**: how much more `auto` loses than the best fixed interval, as a share of what that interval loses. A negative
+  figure is chance: the failures are the same, but they come at different moments between the saves.
+- **unaware**: what `auto` loses if you tell it the published failure rate, and it must learn the true rate from the
+  failures of its run.
+- **no bounds**: what the best interval loses if the bounds of `auto` do not apply. The difference is the price of
+  leaving the disk idle for at least half of the time. If that price matters to you, take snapshots in memory
+  ([memory](memory.md)).
 
 The worst of these {cases} cases loses {worst} more than the best fixed interval, without restarts.
 
 ## Assumptions
 
-- Failures come at random, at the same rate all the time, and each stops the whole job. Half of them take a machine.
-- Every GPU holds 14.9 GB and writes at the speed of the measured disk, at any size of the job: storage grows with the
-  job, and waiting for the slowest rank costs nothing. Both favour all libraries alike, and short intervals.
-- A restart takes {restart:g} s: to notice, schedule, start and compile, and to load. That loads differ by some
-  seconds is left out.
-- A library that doesn't sync its files loses those of the last {write_back:g} s when it loses a machine. A failure in
-  the middle of a save costs that save alone. In our tests, some libraries did not resume at all after that; here they
-  do.
-- Background saves slow training down by no more than was measured. Time to check a checkpoint or to repair it by hand
-  is left out.
+- Failures come at random, at the same rate all the time, and each stops the whole job. Half of the failures also take
+  a machine down.
+- Every GPU holds 14.9 GB and writes at the speed of the measured disk, however large the job is: storage grows with
+  the job, and waiting for the slowest rank costs nothing. Both assumptions favour short intervals, and favour all
+  libraries equally.
+- A restart takes {restart:g} s: to notice the failure, to schedule and start the job, to compile, and to load. The
+  simulation ignores that some libraries load a few seconds faster than others.
+- If a library doesn't sync its files, the loss of a machine takes the files of the last {write_back:g} s with it. A
+  failure in the middle of a save costs only that save. In our tests, some libraries did not resume at all after such a
+  failure; in the simulation, they do.
+- Background saves slow training down by no more than we measured. The simulation leaves out the time that you need to
+  check a checkpoint or to repair it by hand.
 """
 
 
@@ -348,7 +353,7 @@ def page(seed: int) -> str:
             f"{percent(one.restarting / one.all)} on {gpus:,} GPUs" for one, gpus in zip(restarts, GPUS, strict=True)
         ),
         libraries="\n".join(libraries_table(PUBLISHED, seed)),
-        costs="\n".join(table(["library", "a save costs training", "the first of a process", "synced"], costs)),
+        costs="\n".join(table(["library", "a save costs training", "the first save of a process", "synced"], costs)),
         auto="\n".join(auto_table(found)),
     )  # fmt: skip
 

@@ -224,7 +224,7 @@ def _contradictions(live: Mapping[str, Any], saved: Mapping[str, ReadableTensor]
     found: dict[str, str] = {}
     for name, value in live.items():
         if name in saved and (kept := first.setdefault(id(value), name)) != name and _differ(saved[kept], saved[name]):
-            found[name] = f"other values there than {kept}, {TIED_HERE}"
+            found[name] = f"its values there differ from those of {kept}, {TIED_HERE}"
     return found
 
 

@@ -182,7 +182,7 @@ def _contradictions(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[s
         if isinstance(saved.get(name), SavedTensor):
             kept = first.setdefault(_memory(value), name)
             if kept != name and not saved[name].equals(saved[kept], value):
-                found[name] = f"other values in the checkpoint than {kept}, {TIED_HERE}"
+                found[name] = f"its values in the checkpoint differ from those of {kept}, {TIED_HERE}"
     return found
 
 

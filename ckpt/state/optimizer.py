@@ -298,7 +298,7 @@ class OptimizerPart:
         twice = {name: first for name, first in self._other_names().items() if {name, first} <= listed}
         state, parameters, marks = saved["state"], self._parameters_by_name() if twice else {}, self._marks()
         return {
-            f"state.{name}": f"another state in the checkpoint than {first}, {TIED_HERE}"
+            f"state.{name}": f"its state in the checkpoint differs from that of {first}, {TIED_HERE}"
             for name, first in twice.items()
             if not _equal(state.get(name), state.get(first), marks.whole(parameters[first]))
         }

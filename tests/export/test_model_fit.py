@@ -123,7 +123,7 @@ class Head(nn.Module):
 def test_weights_that_are_tied_here_and_differ_there_are_a_mismatch(tmp_path: Path) -> None:
     apart = Head(tied=False)
     torch.save(apart.state_dict(), tmp_path / "saved.pt")
-    with pytest.raises(ckpt.MismatchError, match=r"head\.weight: other values there than embed\.weight"):
+    with pytest.raises(ckpt.MismatchError, match=r"head\.weight: its values there differ from those of embed\.weight"):
         ckpt.load_model(tmp_path / "saved.pt", Head(tied=True))
     apart.head.weight.data.copy_(apart.embed.weight.data)  # equal, though saved twice
     torch.save(apart.state_dict(), tmp_path / "equal.pt")

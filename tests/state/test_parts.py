@@ -356,7 +356,7 @@ def test_tied_parameters_are_known_under_all_their_names() -> None:
     assert part.check(under_the_other) == {}
     both = {**saved, "state": {**saved["state"], "last.weight": {"step": 9}}}
     both["param_groups"] = [{**saved["param_groups"][0], "params": ["first.weight", "last.weight"]}]
-    assert "another state in the checkpoint than first.weight" in part.check(both)["state.last.weight"]
+    assert "its state in the checkpoint differs from that of first.weight" in part.check(both)["state.last.weight"]
     both["state"]["last.weight"] = both["state"]["first.weight"] = {"step": 9}
     assert "state.last.weight" not in part.check(both)
     several = OptimizerPart("optimizer", torch.optim.SGD(module.parameters(), lr=0.1), {"a": module})
