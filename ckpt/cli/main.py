@@ -33,7 +33,7 @@ COMMANDS = {
     "prune": "Remove old checkpoints and the leftovers of crashed saves from ROOT.",
     "pull": "Copy a checkpoint, a root or other files from SOURCE to DESTINATION, and verify the copy.",
     "push": "Publish the model of the checkpoint at SOURCE as REPO_ID on the Hub.",
-    "report": "Write a page about the run in ROOT: HTML if the file ends with .html, otherwise Markdown.",
+    "report": "Print how the run in ROOTS went, or write it to an HTML or Markdown page.",
     "selftest": "Check whether SCRIPT resumes exactly: run it straight through, then kill and resume it, and compare.",
     "show": "Show what is in SOURCE: parts, tensors, progress and files.",
     "verify": "Read every byte of the checkpoint at URL, or of all checkpoints in a root, and verify the hashes.",

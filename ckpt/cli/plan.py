@@ -21,7 +21,7 @@ _RARE = 1e-3  # share of failures that take two neighbours at once, or all machi
 _STEPS = 10  # between snapshots in memory, at least
 _COPY = 0.05  # seconds that a background save of 15 GB costs training on an H200, at most
 _RESTART = 180.0  # until a job that failed makes its next step, where nobody has measured it
-_BAR = 24
+_BAR = 16
 _COLUMNS = ("save_every", "waiting", "repeated", "restarts", "lost", "node-hours a day", "")
 
 

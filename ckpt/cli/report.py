@@ -41,7 +41,7 @@ def _modes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
     help="Whether low or high values of a metric are best, if its name doesn't show it. You can repeat this option.",
 )  # fmt: skip
 def report(roots: tuple[str, ...], output: Path | None, kind: str | None, as_json: bool, modes: dict[str, str]) -> None:
-    """Print how the run in ROOTS went, or write a page: HTML if the file ends with .html, otherwise Markdown.
+    """Print how the run in ROOTS went, or write it to an HTML or Markdown page.
 
     The report says whether the run is healthy, what its time went to, how each attempt ended and what it cost, and
     which checkpoints it skipped. It shows the metrics of every step. Give several roots to compare their runs. The

@@ -34,10 +34,11 @@ def warn_of_unsaved(root: RootWriter, taken_at: int) -> None:
         found = manifests_of_run(root.storage, root.lineage.run)
         steps = [int(manifest.progress.get("step", 0)) for manifest in found]
         if max(steps, default=0) < taken_at:
-            there = f"step {max(steps):,}" if steps else "none"
+            url = root.storage.url
+            newest = f"the newest checkpoint in {url} has step {max(steps):,}" if steps else f"{url} has no checkpoint"
             _log.warning(
-                "the run has ended, so ckpt removes the snapshot of step %s from memory; the newest checkpoint in %s "
-                "is %s. Call save_state() at the end of training.", f"{taken_at:,}", root.storage.url, there,
+                "the run has ended, so ckpt removes the snapshot of step %s from memory, but %s. Call save_state() at "
+                "the end of training.", f"{taken_at:,}", newest,
             )  # fmt: skip
 
 

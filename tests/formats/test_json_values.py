@@ -516,7 +516,7 @@ class TestRefused:
 
 
 def test_a_kind_of_value_that_is_not_known_is_damage() -> None:
-    with pytest.raises(DamagedError, match=r"unknown kind '\$future'.*newer ckpt"):
+    with pytest.raises(DamagedError, match=r"unknown kind '\$future'.*newer version of ckpt"):
         Decoder(lambda name: None).decode({"a": [{"$future": 1}]})
 
 

@@ -189,7 +189,7 @@ def test_a_save_of_another_place_is_refused() -> None:
         pass
     with pytest.raises(
         ckpt.RanksError,
-        match=r"at a point that this rank has already passed, .*: \[1, 1\] on rank 0, \[1, 2\] on this rank",
+        match=r"at a point that this rank has already passed, .* are \[1, 1\] on rank 0, but \[1, 2\] on this rank",
     ):
         other.meet()
     assert joined == []

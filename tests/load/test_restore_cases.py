@@ -96,7 +96,7 @@ def test_a_tensor_is_a_ranks_own_one_of_its_shards_or_that_of_all_ranks() -> Non
         assert (tensors.about(name), tensors.tensor(name), filled) == (found, found, [(found, "box")])
     assert own.ties == {"a2": "a", "tied": "s", "c2": "c"}  # what a rank has of its own is tied to nothing of all ranks
     assert whole.ties == {"a2": "a"}
-    with pytest.raises(DamagedError, match="no file of a: x has the tensor 'z'"):
+    with pytest.raises(DamagedError, match="no file in a: x has the tensor 'z'"):
         whole.about("z")
 
 
@@ -908,7 +908,7 @@ class TestALoad:
         for older, told in ((1, True), (0, False), (-1, False)):
             caplog.clear()
             loader._tell_newer(SimpleNamespace(name="b", sequence=sequence - older))  # type: ignore[arg-type]
-            assert ("a is newer than b, which you loaded by its name" in caplog.text) == told
+            assert ("a is newer than b, which you loaded by name" in caplog.text) == told
         away = PassedOn("memory://nothing-newer")
         away.list = Raises(TransientError("away."))  # type: ignore[assignment, method-assign]
         for storage in (MemoryStorage("nothing-newer"), away):

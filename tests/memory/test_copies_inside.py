@@ -209,7 +209,7 @@ class TestLink:
             sending.wait()
         finally:
             sending.close()
-        with pytest.raises(LinkError, match="did not come from it"):
+        with pytest.raises(LinkError, match="claims to be from rank 5, but is not"):
             sender.send(source, "step-2", 5)
 
     @pytest.mark.parametrize("length", [0, -1, (64 << 20) + 1])

@@ -272,7 +272,7 @@ def test_a_run_that_ends_with_more_in_memory_than_in_the_root_says_so(
     train(manager, 4)
     manager.close()
     assert "ckpt removes the snapshot of step 4 from memory" in caplog.text
-    assert "is none. Call save_state() at the end" in caplog.text
+    assert "has no checkpoint. Call save_state() at the end" in caplog.text
 
 
 def test_a_run_that_ends_with_its_last_step_in_the_root_says_nothing(

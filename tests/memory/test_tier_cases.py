@@ -215,7 +215,7 @@ def test_what_a_tier_leaves_when_it_ends(
         parts.tier.close(keep=keep)
     assert parts.calls == calls
     assert (parts.tier._is_settled, parts.tier.continues, parts.tier._slots) == (False, False, None)
-    assert ("only in memory" in caplog.text) == ("end" in calls and rank == 0)
+    assert ("the run has ended" in caplog.text) == ("end" in calls and rank == 0)
     assert "memory: " not in caplog.text
     parts.tier.statistics.taken = 3
     with caplog.at_level(logging.INFO, "ckpt"):
@@ -235,8 +235,7 @@ def test_a_snapshot_with_which_a_run_ends_is_compared_with_its_newest_checkpoint
     warn_of_unsaved(root, 0)
     assert caplog.messages == []
     warn_of_unsaved(root, 5)
-    assert "with step 5 only in memory" in caplog.text
-    assert "memory://unsaved is none" in caplog.text
+    assert "the snapshot of step 5 from memory, but memory://unsaved has no checkpoint. Call" in caplog.text
     for name, step in (("a", 1200), ("b", 300)):
         manifest = replace(save(storage, name), progress={"step": step})
         for path in (FILE_NAME, COPY_NAME):
@@ -244,7 +243,7 @@ def test_a_snapshot_with_which_a_run_ends_is_compared_with_its_newest_checkpoint
     for taken_at, told in ((1199, False), (1200, False), (1201, True)):
         caplog.clear()
         warn_of_unsaved(root, taken_at)
-        assert ("memory://unsaved is step 1,200" in caplog.text) == told
+        assert ("the newest checkpoint in memory://unsaved has step 1,200." in caplog.text) == told
     caplog.clear()
     warn_of_unsaved(SimpleNamespace(storage=Away("away"), lineage=root.lineage), 9)  # type: ignore[arg-type]
     assert caplog.messages == []

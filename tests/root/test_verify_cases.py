@@ -577,7 +577,7 @@ class TestTrust:
         for wrong, where in (("run", ""), (f"{run}:x", "head"), (f"{run[1:]}", "head")):
             with pytest.raises(ConfigError, match=f"{where or 'the run that is required'} must be RUN or RUN:NUMBER"):
                 Head.parse(wrong, where)
-        with pytest.raises(ConfigError, match=r"could not read .*, which keeps the number"):
+        with pytest.raises(ConfigError, match=r"could not read .*, which records the number"):
             Head.remembered(tmp_path)
 
     @pytest.mark.parametrize(
@@ -635,7 +635,7 @@ class TestTrust:
         (tmp_path / "file").touch()
         stuck = Head(*known, str(tmp_path / "file" / "head"))
         stuck.advance(saved)
-        assert ("which keeps the number of the newest checkpoint" in caplog.text) == bool(remembered)
+        assert ("which records the number of the newest checkpoint" in caplog.text) == bool(remembered)
 
     def test_a_private_key_that_others_may_read_is_refused_and_none_is_overwritten(self, keys: tuple[str, str]) -> None:
         assert os.stat(keys[0]).st_mode & 0o777 == 0o600

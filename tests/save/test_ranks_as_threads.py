@@ -326,7 +326,7 @@ class TestHostsWithRootsOfTheirOwn:
         with monkeypatch.context() as patch:
             patch.setattr(roots[2], "write", fails)
             assert everywhere(ranks, Rank.save) == [""] * 4
-        assert caplog.text.count("a is committed, but ckpt could not write its manifest here: no room") == 1
+        assert caplog.text.count("a is committed, but ckpt could not write its manifest on this host: no room") == 1
         saved = manifest_of(roots[0])
         assert not find(roots[2], "a").committed
         for rank in ranks:

@@ -224,8 +224,8 @@ class TestListing:
     @pytest.mark.parametrize(
         ("pages", "why"),
         [
-            ([([Entry("runs/b", 1)], None)], "keys below another prefix"),
-            ([([Entry("other/a/1", 1)], None)], "keys below another prefix"),
+            ([([Entry("runs/b", 1)], None)], "keys below a prefix that ckpt did not ask for"),
+            ([([Entry("other/a/1", 1)], None)], "keys below a prefix that ckpt did not ask for"),
             ([([Entry("runs/a/1", -1)], None)], "a negative size"),
             ([([], "")], "its list continues, but not where"),
             ([([], "x"), ([], "x")], "its list continues, but not where"),

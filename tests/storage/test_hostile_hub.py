@@ -204,7 +204,7 @@ def test_a_header_that_would_become_a_path_is_refused(repo: HubServer, tmp_path:
         kept = {key: known for key, known in reply.headers.items() if key.lower() != name.lower()}
         return replace(reply, headers={**kept, name: value}) if "/resolve/" in path else reply
 
-    refused(repo, tmp_path, bend, "strange")
+    refused(repo, tmp_path, bend, f"unexpected {name}")
 
 
 @pytest.mark.parametrize("sha", ["../../../evil", "", None, 5, "x" * 500, "a/b"])

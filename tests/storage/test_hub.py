@@ -138,7 +138,7 @@ def test_options_are_checked_and_a_token_is_one() -> None:
         ckpt.ConfigError, match="accepts the storage_options deadline, interval, stall, token, but not profile"
     ):
         open_storage("hub://me/runs", token="hf_x", profile="me")
-    with pytest.raises(ckpt.ConfigError, match="interval=-1 must be a number of seconds"):
+    with pytest.raises(ckpt.ConfigError, match="interval=-1 must be the number of seconds"):
         open_storage("hub://me/runs", interval=-1)
 
 

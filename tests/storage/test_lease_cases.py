@@ -274,7 +274,9 @@ def test_who_holds_alone_asks_after_a_silence_whether_it_still_does(store: Store
         assert store.done == ["put"]
         store.write(exclusive_path("a"), record(ELSEWHERE))
         clock.now += EXPIRY
-        with pytest.raises(LockedError, match=r"took over mem://store/a, because .* for 60 s: another run\. This run"):
+        with pytest.raises(
+            LockedError, match=r"took over the lock mem://store/a, because .* for 60 s: another run\. This run"
+        ):
             held.confirm()
         store.done.clear()
         clock.now += EXPIRY
@@ -387,7 +389,7 @@ def test_whose_object_is_gone_or_anothers_has_lost_the_lease(
                 store.write(exclusive_path("a"), other)
             held._renew(held._held[0])
             assert held._held[0].lost
-            assert "another run took over mem://store/a" in caplog.text
+            assert "another run took over the lock mem://store/a" in caplog.text
         assert len(store.objects) == (other is not None)
         store.objects.clear()
 

@@ -22,7 +22,7 @@ from ckpt.storage import open_storage
         ),
         ("gs://bucket/run", {"deadline": "5min"}, "deadline='5min' must be a number of seconds"),
         ("hub://me/run", {"deadline": None}, "deadline=None must be a number of seconds"),
-        ("hub://me/run", {"interval": "1h"}, "interval='1h' must be a number of seconds"),
+        ("hub://me/run", {"interval": "1h"}, "interval='1h' must be the number of seconds"),
         ("s3://bucket/run", {"config_kwargs": 3}, r"s3fs does not accept these storage_options.*: config_kwargs"),
         (
             "s3://bucket/run",

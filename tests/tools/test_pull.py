@@ -162,7 +162,7 @@ def test_another_checkpoint_of_that_name_stays(tmp_path: Path) -> None:
     save(tmp_path / "other", 1)
     before = (tmp_path / "other" / "step-00000001" / "manifest.json").read_bytes()
     with pytest.raises(
-        ckpt.ConfigError, match="another checkpoint named 'step-00000001', which ckpt does not overwrite"
+        ckpt.ConfigError, match="a different checkpoint named 'step-00000001', which ckpt does not overwrite"
     ):
         ckpt.pull(tmp_path / "run", tmp_path / "other")
     assert (tmp_path / "other" / "step-00000001" / "manifest.json").read_bytes() == before
@@ -273,7 +273,7 @@ class TestToTheHub:
         save(tmp_path / "other", 1)
         [mine] = ckpt.list_checkpoints(tmp_path / "other")
         with pytest.raises(
-            ckpt.ConfigError, match="another checkpoint named 'step-00000001', which ckpt does not overwrite"
+            ckpt.ConfigError, match="a different checkpoint named 'step-00000001', which ckpt does not overwrite"
         ):
             ckpt.pull("hub://me/run", tmp_path / "other")
         assert ckpt.list_checkpoints(tmp_path / "other") == [mine]
@@ -283,7 +283,7 @@ class TestToTheHub:
         save(tmp_path / "other", 1)
         ckpt.pull(tmp_path / "other", "hub://me/run")
         with pytest.raises(
-            ckpt.ConfigError, match="another checkpoint named 'step-00000001', which ckpt does not overwrite"
+            ckpt.ConfigError, match="a different checkpoint named 'step-00000001', which ckpt does not overwrite"
         ):
             ckpt.pull(tmp_path / "run", "hub://me/run")
 

@@ -230,7 +230,7 @@ class TestFunctions:
             assert_exact_resume(inner)
 
     def test_arguments_are_for_scripts(self) -> None:
-        with pytest.raises(ckpt.ConfigError, match="for scripts"):
+        with pytest.raises(ckpt.ConfigError, match="Only scripts"):
             assert_exact_resume(train, "--epochs", "2")
 
 
