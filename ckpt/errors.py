@@ -3,7 +3,7 @@
 CkptError
 ├── ConfigError            An option, a name or a URL is invalid (also a ValueError)
 │   └── SchemeError        ckpt has no storage for the scheme of a URL
-├── StateError             the live objects and a checkpoint don't fit together
+├── StateError             the live objects and a checkpoint don't match
 │   ├── UnsupportedError   a checkpoint can't hold a value
 │   ├── MismatchError      keys are missing or unexpected; shapes or dtypes differ
 │   └── MetricError        ckpt can't rank checkpoints by a metric
@@ -48,7 +48,7 @@ class SchemeError(ConfigError):
 
 
 class StateError(CkptError):
-    """The live objects and a checkpoint don't fit together."""
+    """The live objects and a checkpoint don't match."""
 
 
 class UnsupportedError(StateError):
@@ -101,7 +101,7 @@ class AbsentError(StorageError):
 
 
 class TruncatedError(StorageError):
-    """A stored file is shorter than the bytes that ckpt asked for."""
+    """A stored file ends before the last of the bytes that ckpt asked for."""
 
 
 class DeniedError(StorageError):

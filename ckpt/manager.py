@@ -176,15 +176,15 @@ class StateManager:
         return self._session.saver.root.lineage.run
 
     def goodput(self) -> Goodput | None:
-        """Return where the time of this run went, over all its attempts so far: `print(manager.goodput())`.
+        """Report where this run's time went, over all its attempts so far: `print(manager.goodput())`.
 
-        `share` is the part of the wall time in which the run made steps that count. The rest is steps that had to be
-        made again after a crash, waiting for saves, starting and loading, and down between attempts. If an attempt was
-        killed, ckpt knows only what it wrote after its last save, so `share` is a lower bound.
+        `share` is the fraction of the wall time that the run spent on steps that count. The rest of the time went to
+        steps repeated after a crash, waiting for saves, starting and loading, and downtime between attempts. If an
+        attempt was killed, ckpt knows only what it wrote after its last save, so `share` is a lower bound.
 
-        ckpt reads the history in the root, which is one small file. So call this now and then, not after every step.
-        Only the main rank knows the history: the others get None, and so does the main rank if the history can't be
-        read, or if the root is on the Hub and has none.
+        ckpt reads the history in the root, which is one small file. So call `goodput` now and then, not after every
+        step. Only the main rank knows the history: the others get None, and so does the main rank if the history can't
+        be read, or if the root is on the Hub and has no history.
         """
         return self._session.saver.root.goodput()
 
@@ -236,7 +236,7 @@ class StateManager:
         """Iterate over the remaining epochs of `total`: from where the last run stopped, or from scratch.
 
         If `save_every` has steps or a time, ckpt saves the final state after the last epoch, as `step-00001000`. If
-        ckpt has already saved that step, it adds what the end of the epoch has changed to that checkpoint. With
+        ckpt has already saved that step, it adds to that checkpoint whatever the end of the epoch has changed. With
         `Every(epoch_end=True)`, ckpt also saves at the end of every epoch, before the next one begins.
         """
         self._start()
@@ -269,8 +269,8 @@ class StateManager:
         write `tqdm(manager.batches(loader), initial=manager.progress.batch)`.
 
         If you leave the loop with `break`, the next run continues with the following batch. Put a prefetcher inside,
-        `batches(Prefetcher(loader))`. With the prefetcher outside, every resume would lose the batches that it has read
-        ahead.
+        `batches(Prefetcher(loader))`. If you put the prefetcher outside, `Prefetcher(batches(loader))`, every resume
+        loses the batches that the prefetcher has read ahead.
         """
         return self._session.loop.batches(loader, self._start)
 
@@ -305,7 +305,7 @@ class StateManager:
         """Return True if a signal asked the process to terminate. Call this after every step, in loops that don't call
         `step`.
 
-        Set `progress.step` first. All ranks get True at the same step, so that all save and stop there.
+        Set `progress.step` first. All ranks get True at the same step, so that every rank saves and stops there.
         """
         return self._session.due.preemption.due(self._session.loop.progress.step)
 
@@ -315,7 +315,8 @@ class StateManager:
         """Save everything. Every rank must make this call.
 
         `save_state` returns when ckpt has copied the state; ckpt writes the copy while training continues. If the write
-        fails, the next call raises the error. An existing checkpoint of that name stays until the new one replaces it.
+        fails, the next call raises the error. ckpt keeps an existing checkpoint of that name until the new one replaces
+        it.
 
         `save_state` saves at once, even in the middle of an iteration: a resume continues with the next batch, and does
         not repeat what follows this call in the iteration. Make `save_state` the last call in the iteration, or use
@@ -387,8 +388,9 @@ class StateManager:
         If two runs have the same fingerprints at a step, they have been the same up to that step, bit for bit: log the
         fingerprints, or compare them in a test of your training loop. `"rng"` stands for this rank's random generators,
         `"data"` for its position in the data. ckpt hashes tensors on their device, on a GPU in milliseconds. If a part
-        is sharded, ckpt hashes only this rank's shards, so compare the same rank of runs with equally many ranks. Call
-        `fingerprint` on every rank: some ways of sharding need all ranks to describe their state.
+        is sharded, ckpt hashes only this rank's shards, so compare a rank only with the same rank of a run that has the
+        same number of ranks. Call `fingerprint` on every rank: some ways of sharding need all ranks to describe their
+        state.
         """
         return self._session.fingerprint()
 
@@ -420,9 +422,9 @@ class StateManager:
     def close(self) -> None:
         """Finish saves and copies to the mirror, and release the root, the loaders and the SIGTERM handler.
 
-        `close` removes snapshots in memory. If an exception ends the run, `close` leaves the snapshots for a restart,
-        even if you call it in `finally` or `except`. If you write `with ckpt.StateManager(...)`, you don't need to call
-        `close`. In a forked child, `close` does nothing, because everything belongs to the parent.
+        `close` removes the snapshots in memory. If an exception ends the run, `close` leaves the snapshots for a
+        restart, even if you call it in `finally` or `except`. If you write `with ckpt.StateManager(...)`, you don't
+        need to call `close`. In a forked child, `close` does nothing, because everything belongs to the parent.
         """
         error = sys.exc_info()[1]
         self._session.end_loop(error)
@@ -442,7 +444,7 @@ class StateManager:
 
         If the model has PEFT adapters, ckpt writes only the adapters, as PEFT does. ckpt writes the full model even if
         yours is wrapped, compiled or sharded, and gathers it tensor by tensor. A new folder appears once all files are
-        complete; in a folder that is there, ckpt keeps your own files. Every rank must make this call; the main rank
+        complete; in an existing folder, ckpt keeps your own files. Every rank must make this call; the main rank
         writes.
 
         Args:

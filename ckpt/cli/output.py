@@ -67,7 +67,7 @@ def with_trust(command: Callable[..., None]) -> Callable[..., None]:
         "--key", metavar="PATH", help="Refuse checkpoints that this key (PEM, public or private) has not signed."
     )
     @click.option(
-        "--run", metavar="RUN[:NUMBER]", help="Refuse checkpoints of other runs, and those with a number below NUMBER."
+        "--run", metavar="RUN[:NUMBER]", help="Refuse checkpoints from other runs, and numbers below NUMBER."
     )
     @wraps(command)
     def trusting(*given: Any, key: str | None, run: str | None, **options: Any) -> None:

@@ -219,7 +219,8 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
 
 
 class CkptGenerators(Callback):  # type: ignore[misc]
-    """Saves every rank's random generators, which Lightning does not save: dropout and shuffling resume exactly.
+    """Saves every rank's random generators, which Lightning does not save, so that dropout and shuffling resume
+    exactly.
 
         Trainer(plugins=[CkptIO()], callbacks=[ModelCheckpoint("checkpoints"), CkptGenerators()])
 

@@ -945,11 +945,11 @@ def lost_steps(attempts: Sequence[PastAttempt]) -> list[int]:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Where the wall time of a run went, from its first attempt to the last moment that is known, in seconds.
+    """How a run spent its wall time, in seconds, from its first attempt to the last moment that ckpt knows of.
 
     An attempt is one process of the run. If an attempt was killed, ckpt knows only what it wrote after its last save:
-    the time from then on counts as `down`, and steps made since are not known. So `share` is a lower bound, and so is
-    `lost_steps`.
+    the time from then on counts as `down`, and the steps made since then are unknown. So `share` and `lost_steps` are
+    lower bounds.
 
     Attributes:
         training: Steps that count. Those since the newest checkpoint count until an attempt has to repeat them.

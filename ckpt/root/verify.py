@@ -265,7 +265,7 @@ def verify(
 
     `verify` reads every file and compares it with the hashes in its manifest. If hosts have separate roots, `verify`
     reads only the files in this root. A run may use the root at the same time: `verify` skips checkpoints that the run
-    saves or removes.
+    is saving or removing.
 
     Args:
         url: A root or a checkpoint.

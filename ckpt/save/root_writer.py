@@ -603,7 +603,7 @@ class RootWriter:
             self.attempt.store(self.held.history, self.lineage.run)
 
     def goodput(self) -> Goodput | None:
-        """Where the time of the run went, this attempt included. None if that is not known on this rank."""
+        """Report where the run's time went, including this attempt. None if this rank doesn't know that."""
         history = History.of(self.storage) if self.attempt is not None else None
         if self.attempt is None or history is None or not history.is_known:
             return None

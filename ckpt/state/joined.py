@@ -37,7 +37,7 @@ class JoinedState:
 
 
 class Joined:
-    """Join several objects into one in the checkpoint, so that ranks with a different number of objects can load it.
+    """Join several objects into one in the checkpoint, so that ranks with different numbers of objects can load it.
 
         StateManager(root, model=Joined(parts), optimizer=Joined(optimizers), scheduler=Joined(schedulers))
 

@@ -198,8 +198,8 @@ def diff(
 ) -> Diff:
     """Compare two checkpoints, or a model and a checkpoint, tensor by tensor and value by value.
 
-    It doesn't matter how a checkpoint is sharded. If both are checkpoints of ckpt, `diff` skips files with equal
-    hashes. `diff` needs little memory.
+    It doesn't matter how a checkpoint is sharded. If both are ckpt checkpoints, `diff` skips files with equal hashes.
+    `diff` needs little memory.
 
     Args:
         first: The path or URL of a checkpoint, or of anything else that `merge` reads; a root stands for its newest
