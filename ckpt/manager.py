@@ -172,7 +172,7 @@ class StateManager:
 
     @property
     def run(self) -> str:
-        """The id of the run, for trackers. A resume keeps the id. Read it on the main rank, after `resume`."""
+        """The id of the run, for trackers. A resume keeps the id. Read the id on the main rank, after `resume`."""
         return self._session.saver.root.lineage.run
 
     def goodput(self) -> Goodput | None:
@@ -319,9 +319,9 @@ class StateManager:
         it.
 
         `save_state` saves at once, even in the middle of an iteration: a resume continues with the next batch, and does
-        not repeat what follows this call in the iteration. Make `save_state` the last call in the iteration, or use
-        `save_every`, which waits for the end of the iteration. After the inner loop, make `save_state` the last call in
-        the epoch: the next run begins with the next epoch.
+        not repeat the code that follows this call in the iteration. Make `save_state` the last call in the iteration,
+        or use `save_every`, which waits for the end of the iteration. After the inner loop, make `save_state` the last
+        call in the epoch: the next run begins with the next epoch.
 
         Args:
             name: The checkpoint's name; by default `step-00001000` and so on.
@@ -383,7 +383,7 @@ class StateManager:
         return restored
 
     def fingerprint(self) -> dict[str, str]:
-        """Return a dict from the name of each part of the current state to its hash: 128 bits in hexadecimal.
+        """Return a dict that maps the name of each part of the current state to its hash: 128 bits in hexadecimal.
 
         If two runs have the same fingerprints at a step, they have been the same up to that step, bit for bit: log the
         fingerprints, or compare them in a test of your training loop. `"rng"` stands for this rank's random generators,

@@ -149,8 +149,8 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
     "an object whose error has several lines": (on(_of_many_lines), "first line second line"),
     "a root below a file": (lambda root: ckpt.StateManager(_file(root) / "x"), "cannot be created"),
     "a step that was not saved": (on(lambda manager: manager.load_state(10)), "There are: step-00000001"),
-    "a name that leads out": (on(lambda manager: manager.save_state("../x")), "cannot name a checkpoint"),
-    "a name with a slash": (on(lambda manager: manager.save_state("a/b")), "cannot name a checkpoint"),
+    "a name that leads out": (on(lambda manager: manager.save_state("../x")), "is not a valid checkpoint name"),
+    "a name with a slash": (on(lambda manager: manager.save_state("a/b")), "is not a valid checkpoint name"),
     "no checkpoint at all": (lambda root: Script().manager(root).load_state(), "resume() would start from scratch"),
     "metrics that are a number": (on(lambda manager: manager.step(3)), "a dict that maps names to numbers"),  # type: ignore[arg-type]
     "metrics that are text": (
@@ -203,7 +203,7 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
         "scheduler is a AdamW, which is no scheduler",
     ),
     "a scaler that is switched on": (make(scaler=True), "scaler is a bool"),
-    "a model under a name with a slash": (make(model={"a/b": nn.Linear(2, 2)}), "cannot name a part"),
+    "a model under a name with a slash": (make(model={"a/b": nn.Linear(2, 2)}), "is not a valid part name"),
     "a dict in place of Keep": (make(keep={"last": 3}), "must be a ckpt.Keep"),
     "a number in place of SaveOptions": (make(saving=3), "must be a ckpt.SaveOptions"),
     "a number in place of RankOptions": (make(ranks=4), "must be a ckpt.RankOptions"),
@@ -217,9 +217,9 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
     "the best of nothing": (lambda root: ckpt.Keep(best=1), 'needs metric="..."'),
     "the best in no order": (lambda root: ckpt.Keep(best=1, metric="x", mode="maximum"), "one of min, max"),
     "a layout that is none": (lambda root: ckpt.SaveOptions(layout="half"), "one of auto, full, sharded"),
-    "a name that is empty": (on(lambda manager: manager.save_state("")), "cannot name a checkpoint"),
-    "a name that is hidden": (on(lambda manager: manager.save_state(".x")), "cannot name a checkpoint"),
-    "a step before the first": (on(lambda manager: manager.load_state(-1)), "cannot name a checkpoint"),
+    "a name that is empty": (on(lambda manager: manager.save_state("")), "is not a valid checkpoint name"),
+    "a name that is hidden": (on(lambda manager: manager.save_state(".x")), "is not a valid checkpoint name"),
+    "a step before the first": (on(lambda manager: manager.load_state(-1)), "is not a valid checkpoint name"),
     "the latest by a name": (
         on(lambda manager: manager.load_state("latest")),
         "To load the newest one, leave out the name",
@@ -233,7 +233,7 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
     "a tensor to register": (on(lambda manager: manager.register(t=torch.ones(2))), "has no state_dict"),
     "a name to register with a slash": (
         on(lambda manager: manager.register(**{"a/b": nn.Linear(1, 1)})),
-        "a/b: cannot name a part",
+        "a/b: this is not a valid part name",
     ),
     "a value that is a tensor": (on(lambda manager: manager.values.update(x=torch.ones(2))), "contains a Tensor"),
     "a value without a name": (

@@ -741,8 +741,8 @@ def _unlisted(storage: ReadOnlyStorage) -> tuple[Storage, list[str], bool]:
         manifest = read_manifest(above, name)
     except (AbsentError, CheckpointError) as error:
         raise MissingError(
-            f"{storage.url} shows neither a list of its files nor a checkpoint's manifest: {error} Give the URL of a "
-            "checkpoint itself, or let the server list the folder's files."
+            f"{storage.url} provides neither a list of its files nor a checkpoint's manifest: {error} Give the URL of "
+            "a checkpoint itself, or let the server list the folder's files."
         ) from None
     above.know([f"{name}/{FILE_NAME}", *(f"{name}/{file.path}" for file in manifest.files)])
     return above, [name], True

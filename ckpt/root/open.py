@@ -124,8 +124,8 @@ def _refuse_unlisted(storage: Storage, folder: str, key: str) -> None:
     """What is not listed counts as lost: no save would be committed, and no checkpoint found."""
     if all(entry.key != key for entry in storage.list(folder)):
         raise UnsupportedError(
-            f"ckpt wrote to {storage.url}, but the server does not list the object. Some servers change names with two "
-            "slashes in a row or a backslash: give the root another name."
+            f"ckpt wrote to {storage.url}, but the server does not list the object. Some servers alter names that "
+            "contain a backslash, or two slashes in a row: give the root another name."
         )
 
 

@@ -52,8 +52,8 @@ class Keep(Options):
         if self.metric is not None and math.isnan(metrics.get(self.metric, 0.0)):
             raise MetricError(
                 f"nothing was saved, because the metric {self.metric!r} is NaN at {where}, and Keep(best={self.best}) "
-                "ranks checkpoints by it. Earlier checkpoints stay. Find out why the metric is NaN. To save anyway, "
-                "leave the metric out."
+                "ranks checkpoints by it. Earlier checkpoints are kept. Find out why the metric is NaN. To save "
+                "anyway, leave the metric out."
             )
 
     def removable(self, newest_first: Sequence[Manifest | Summary], damaged: Collection[str] = ()) -> list[str]:

@@ -147,7 +147,7 @@ class Failures:
         except ValueError:
             rate = math.nan
         if not 0 < rate < math.inf:
-            raise ConfigError(f"{VARIABLE}={text!r} must be a number above 0: how often a node fails in a day.")
+            raise ConfigError(f"{VARIABLE}={text!r} must be a number above 0: the failures per node and day.")
         return cls(nodes, rate, f"{VARIABLE}={text}")
 
     def every(self, past: Past, running: float = 0.0) -> tuple[float, str]:

@@ -361,9 +361,9 @@ class Lineage:
             )
         if newest is not None:
             raise ConfigError(
-                f"{url} has checkpoints ({newest.name} is the newest) that this run has not resumed from: saving now "
-                f"would put a fresh start next to older checkpoints. Call resume() or load_state() first, or give "
-                f"this run another root."
+                f"{url} has checkpoints ({newest.name} is the newest) that this run has not resumed from: a save "
+                f"now would mix the checkpoints of a new run with the older ones. Call resume() or load_state() first, "
+                f"or give this run another root."
             )
         if lost:
             raise ConfigError(

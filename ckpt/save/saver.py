@@ -406,7 +406,9 @@ class Saver:
         if self.busy or not self.owner.is_here:
             return
         if self._replaced > 1 and self.root.ranks.rank == MAIN:
-            _log.warning("ckpt skipped %d saves, because newer ones came before it could write them", self._replaced)
+            _log.warning(
+                "ckpt skipped %d saves, because newer saves replaced them before ckpt could write them", self._replaced
+            )
         self._release_written()
         self.snapshots.close()
         self.root.close()

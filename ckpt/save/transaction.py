@@ -61,7 +61,7 @@ def make_room(root: RootWriter, name: str, facts: Mapping[str, Any], size: int) 
     elif filesystem_type(storage.place) not in _COMPRESSING:
         more = f", and {format_size(freed)} in checkpoints that Keep would remove" if freed else ""
         raise FullError(
-            f"{storage.url}/{name} needs {format_size(size)}, but only {format_size(free)} are free there{more}. "
+            f"{storage.url}/{name} needs {format_size(size)}, but only {format_size(free)} is free there{more}. "
             "Nothing was written or removed. Free some space, or keep fewer checkpoints: keep=ckpt.Keep(last=...)."
         )
 

@@ -460,7 +460,7 @@ def _watch(state: Any, wrapper: Wrapper, buckets: Buckets) -> None:
                 getattr(state, name).clear()
             _log.warning(
                 "PowerSGD starts its error feedback over, because DDP's buckets differ from those in the saved run: "
-                "gradients arrived in another order."
+                "gradients arrived in a different order."
             )
 
     handle = wrapper.register_forward_hook(check)

@@ -432,7 +432,7 @@ class StateRegistry:
         if isinstance(value, type):
             return f"{value.__name__} is a class: give an object of it"
         if not is_plain(value) and not all(map(is_part_name, name.split("."))):
-            return "cannot name a part: use letters, digits, '_' and '-'"
+            return "this is not a valid part name: use letters, digits, '_' and '-'"
         if rng.is_generator(value) or has_state(value) or (is_plain(value) and not per_rank):
             return None
         if _is_hook_state(value):
@@ -547,7 +547,7 @@ def refuse_unnamed(root: Any, others: Sequence[Any]) -> None:
     if given:
         kinds = ", ".join(type(value).__name__ for value in given)
         raise UnnamedObjectError(
-            f"StateManager takes only the root without a keyword, but you also passed {kinds} without one. Name each "
+            f"StateManager takes only the root as a positional argument, but you also passed {kinds}. Name each "
             'object: StateManager("runs/x", model=model, optimizer=optimizer).'
         )
 

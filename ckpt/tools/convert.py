@@ -497,7 +497,7 @@ def _checkpoint_name(found: PortableState) -> str:
         return check_name(found.name)
     except ConfigError:
         raise ConfigError(
-            f"the source's name, {found.name!r}, cannot name a checkpoint. Choose another name with name= (--name)."
+            f"the source's name, {found.name!r}, is not a valid checkpoint name. Choose another with name= (--name)."
         ) from None
 
 

@@ -195,7 +195,7 @@ def with_part_names(found: PortableState) -> PortableState:
         if key not in names:
             names[key] = _usable(key, names.values())
     told = {
-        new: f"{key!r} in the source, which cannot name a part: register it as {new!r}"
+        new: f"{key!r} in the source, which is not a valid part name: register it as {new!r}"
         for key, new in names.items()
         if new != key
     }

@@ -365,7 +365,7 @@ async def _bounded(response: Any) -> bytes:
         if len(body) > LONGEST_ANSWER:
             response.close()
             raise EndlessError(
-                f"the server's answer is longer than {LONGEST_ANSWER >> 20} MB, but S3 never sends so much."
+                f"the server's answer is longer than {LONGEST_ANSWER >> 20} MB, but S3 never sends that much."
             )
     return bytes(body)
 

@@ -500,9 +500,9 @@ class TestWhereANameLeads:
             assert here.resolve(name, SingleProcess()) == (here, "a")
         found, inside = here.resolve(f"{other}/a", SingleProcess())
         assert (inside, [tier.url for tier in found.tiers]) == ("a", [str(other)])
-        with pytest.raises(ConfigError, match="cannot name a checkpoint in"):
+        with pytest.raises(ConfigError, match="is neither the name of a checkpoint in"):
             here.resolve(f"{other}/none", SingleProcess())
-        with pytest.raises(ConfigError, match="cannot name a checkpoint"):
+        with pytest.raises(ConfigError, match="is not a valid checkpoint name"):
             here.resolve("..", SingleProcess())
 
     def test_elsewhere_is_no_tier(self, tmp_path: Path) -> None:
@@ -532,7 +532,7 @@ class TestWhereANameLeads:
             loader: StateLoader = manager.session.loader
             loader.refuse_half_loaded()
             loader._set_half_loaded("b")
-            with pytest.raises(ckpt.StateError, match="a load of b failed half-way"):
+            with pytest.raises(ckpt.StateError, match="a load of b failed halfway"):
                 manager.save_state("c")
             manager.load_state("a")
             loader.refuse_half_loaded()

@@ -277,7 +277,7 @@ def _with_branches(rank: int, folder: str, swapped: bool) -> None:
             manager.load_state("a")
         _train(model, optimizer, range(SAVED))
         manager.save_state("b" if swapped else "a", wait=True)
-    assert len([text for text in said if "gradients arrived in another order" in text]) == swapped
+    assert len([text for text in said if "gradients arrived in a different order" in text]) == swapped
     assert state.error_dict
 
 

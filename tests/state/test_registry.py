@@ -330,8 +330,8 @@ def test_what_cannot_be_registered_is_named_and_nothing_else_is() -> None:
         ({"rng": Counter()}, False, "rng: there is such a part already"),
         ({"best": Counter()}, False, "there is a value by that name already"),
         ({"new": Counter}, False, "Counter is a class"),
-        ({"a b": Counter()}, False, "cannot name a part"),
-        ({"a..b": Counter()}, False, "cannot name a part"),
+        ({"a b": Counter()}, False, "is not a valid part name"),
+        ({"a..b": Counter()}, False, "is not a valid part name"),
         ({"new": [1]}, False, r"a list is kept by manager.values\['new'\]"),
         ({"new": object()}, False, "a object has no state_dict and load_state_dict"),
         ({"new": 3}, True, "a int has no state_dict"),
@@ -387,7 +387,7 @@ def test_objects_have_keys_by_their_kind_and_name() -> None:
     first.optimizers = (first,)  # type: ignore[attr-defined]
     assert list(named("optimizer", first)) == ["optimizer"]
     for name in ("a b", "", 3, "a/b"):
-        with pytest.raises(ConfigError, match="cannot name a part"):
+        with pytest.raises(ConfigError, match="is not a valid part name"):
             named("model", {name: one})
     assert [is_part_name(name) for name in ("a", "A-1_b", "", "a.b", "a b", None)] == [True, True] + [False] * 4
 

@@ -162,7 +162,8 @@ def test_names_that_no_manager_or_file_can_have_are_changed_and_told(state: Port
     assert len(set(names.values())) == len(keys)
     assert all(portable_state._is_usable(name) for name in names.values())
     assert (
-        found.approximated["my_part"] == "'my part' in the source, which cannot name a part: register it as 'my_part'"
+        found.approximated["my_part"]
+        == "'my part' in the source, which is not a valid part name: register it as 'my_part'"
     )
     assert found.approximated.keys() == {new for key, new in names.items() if new != key}
     assert not any(map(portable_state._is_usable, ("rng", "rng.a", "", "x" * 101, "my part")))
@@ -251,7 +252,9 @@ class TestConvert:
         assert not ckpt.diff(tmp_path / "root" / "a", tmp_path / "root" / "b")
         assert ckpt.verify(tmp_path / "root") == {"a": [], "b": []}
         named: Any = SimpleNamespace(name="a/b")
-        with pytest.raises(ConfigError, match=r"the source's name, 'a/b', cannot name a checkpoint\. Choose another"):
+        with pytest.raises(
+            ConfigError, match=r"the source's name, 'a/b', is not a valid checkpoint name\. Choose another"
+        ):
             _checkpoint_name(named)
 
     def test_what_is_left_out_is_not_said_to_be_approximated_too(self, state: PortableState) -> None:

@@ -97,7 +97,7 @@ class StreamedDevice(Device):
         with self._module.device(self.device):
             if self._module.is_current_stream_capturing():
                 raise StateError(
-                    "you called save_state() while CUDA captures a graph. Save before or after the capture."
+                    "you called save_state() while CUDA was capturing a graph. Save before or after the capture."
                 )
             current = self._module.current_stream(self.device)
             others = [stream for stream in self._streams if stream != current]
