@@ -62,27 +62,28 @@ class StateManager:
     manifest.
 
     Args:
-        root: The place for the checkpoints: a path, a URL or a storage. ckpt tries a remote one at once.
-        accelerator: A Hugging Face `Accelerator`, instead of the objects below: ckpt keeps everything that it prepares
-            or registers, also later. Its project sets the folder, the naming and the limit, unless you set others.
-        model: The model: one object, a sequence, or a dict of named objects. The next four take the same; `register`
-            adds other objects.
+        root: The place for the checkpoints: a path, a URL or a storage. ckpt connects to a remote root at once.
+        accelerator: A Hugging Face `Accelerator`, instead of the objects below: ckpt keeps everything that the
+            accelerator prepares or registers, including what you add later. Its project sets the folder, the naming and
+            the limit, unless you set others.
+        model: The model: one object, a sequence, or a dict of named objects. The next four options accept the same;
+            `register` adds other objects.
         optimizer: The optimizer.
         scheduler: The LR scheduler.
         scaler: The GradScaler.
-        dataloader: The training loader. After `resume`, a plain `for` over it continues where the checkpoint was.
-            Loaders that you give to `batches` need not be passed here.
-        save_every: Steps between saves, or a time, such as `"10min"`; `"auto"` is the time that loses least. `Every`
-            has more: the end of an epoch, an exception.
+        dataloader: The training loader. After `resume`, a plain `for` loop over it continues at the checkpoint's
+            position. You don't need to pass loaders here that you give to `batches`.
+        save_every: Steps between saves, or a time, such as `"10min"`; `"auto"` chooses the interval that loses the
+            least time. `Every` has more options: the end of an epoch, an exception.
         keep: Rules for which checkpoints to keep; None keeps all.
-        mirror: A path, URL, storage or `Mirror`. ckpt copies every committed checkpoint there in the background, and
-            a load takes the newest intact checkpoint of both. If a copy fails, training continues: `mirror_error` has
-            the error, and ckpt tries again.
+        mirror: A path, URL, storage or `Mirror`. ckpt copies every committed checkpoint there in the background, and a
+            load takes the newest intact checkpoint from either place. If a copy fails, training continues:
+            `mirror_error` has the error, and ckpt tries again.
         storage_options: Credentials, endpoint and the like for a URL, as its fsspec filesystem takes them.
         saving: How ckpt captures and writes checkpoints.
-        ranks: How the ranks of a job meet, and stop.
+        ranks: How the ranks of a job find each other, and how they stop.
         memory: Steps between snapshots in the hosts' memory, or a `Memory`. A restart on the same machines resumes from
-            these.
+            these snapshots.
         signing: The key that signs checkpoints, and the keys to trust; None takes them from the environment.
     """
 
@@ -215,7 +216,7 @@ class StateManager:
         ranks get the main rank's state.
 
         Args:
-            per_rank: Keep each rank's own state on any number of ranks. New ranks keep what their objects have; ckpt
+            per_rank: Keep each rank's own state on any number of ranks. The objects of new ranks keep their state; ckpt
                 does not load the state of ranks that are gone. The report names both.
             **objects: Anything with `state_dict` and `load_state_dict`, or a generator. A number or text, as in
                 `best_loss=1e9`, sets the first value in `values`, until a load or your script changes it.
@@ -325,7 +326,7 @@ class StateManager:
 
         Args:
             name: The checkpoint's name; by default `step-00001000` and so on.
-            metrics: Numbers by name, for `Keep`, listings and reports.
+            metrics: A dict of numbers by name, for `Keep`, listings and reports.
             wait: Return only when the checkpoint is committed and durable; None: as `SaveOptions.background` says.
 
         Returns:
@@ -453,7 +454,7 @@ class StateManager:
             dtype: The dtype to cast floating point tensors to.
             tokenizer: A tokenizer to save with the model.
             processor: A processor to save with the model: anything with `save_pretrained`.
-            part: Which model, if there are several: `"model.generator"`.
+            part: The model to write, if there are several: `"model.generator"`.
         """
         from ckpt.export.save_model import check_processors, save_live
 

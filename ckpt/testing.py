@@ -43,11 +43,11 @@ def assert_exact_resume(
             its checkpoints. A script's managers save into temporary roots.
         *arguments: Arguments of the script; `"{root}"` stands for the temporary root, for scripts that use the folder
             themselves.
-        processes: How many processes; more than one run under torchrun.
-        kills: How often to kill it.
+        processes: The number of processes; if there are several, they run under torchrun.
+        kills: How often to kill the program.
         save_every: Steps between saves, instead of the program's own setting.
-        seed: Chooses the steps after which to kill it.
-        timeout: Seconds for each process.
+        seed: The seed that chooses the steps after which to kill the program.
+        timeout: The seconds that each process may take.
 
     Returns:
         The results of the comparison.

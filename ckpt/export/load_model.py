@@ -284,7 +284,7 @@ def load_model(
         storage_options: For a URL, as for `StateManager`: `{"token": ...}` for the Hub.
         timeout: Seconds that ranks wait for each other.
         verify_key: As in `Signing`: ckpt warns if none of these keys has signed the source.
-        require_signed: As `required` of `Signing`; ckpt then also refuses files without a manifest.
+        require_signed: Like `required` of `Signing`; ckpt then also refuses files without a manifest.
 
     Returns:
         What ckpt skipped, and what differs from the saved state, with the reasons.

@@ -952,13 +952,15 @@ class Goodput:
     lower bounds.
 
     Attributes:
-        training: Steps that count. Those since the newest checkpoint count until an attempt has to repeat them.
-        repeated: Steps that had to be made again, at the average speed of their attempt.
-        saving: Training waited for saves.
-        starting: From when the manager was built until the checkpoint was loaded; all of an attempt without a step.
-        down: Between the end of an attempt and when the next built its manager.
-        lost_steps: Steps that had to be made again.
-        attempts: How many attempts the history knows: it keeps the newest 200.
+        training: The time of steps that count. Steps since the newest checkpoint count until an attempt has to repeat
+            them.
+        repeated: The time of steps that the run had to repeat, at the average speed of their attempt.
+        saving: The time that training waited for saves.
+        starting: The time from building the manager until the checkpoint was loaded; if an attempt made no step, all of
+            its time.
+        down: The time between the end of an attempt and the moment when the next one built its manager.
+        lost_steps: The number of steps that the run had to repeat.
+        attempts: The number of attempts in the history, which keeps the newest 200.
     """
 
     training: float = 0.0

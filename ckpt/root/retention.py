@@ -29,7 +29,7 @@ class Keep(Options):
         best: Keep this many of the best by the metric.
         metric: A name that you pass to `step(metrics=...)` or `save_state(metrics=...)`.
         mode: "min" if the lowest values are the best, "max" if the highest are.
-        every: Keep each checkpoint whose step is a multiple of this.
+        every: Keep each checkpoint whose step is a multiple of this number.
     """
 
     last: Annotated[int, Must(is_count, "1 or more: the newest checkpoint is never removed")] = 1

@@ -48,8 +48,8 @@ class Joined:
 
     Args:
         objects: All objects of this rank. If each part of a model numbers its layers from zero, a dict gives each a
-            prefix (`{"stages.3": part}`). For optimizers, the keys of a dict don't matter: ckpt joins a dict with
-            names of parameters, which have dots, even without `Joined`.
+            prefix (`{"stages.3": part}`). For optimizers, the keys of a dict don't matter: if the keys are names of
+            parameters, which contain dots, ckpt joins the dict even without `Joined`.
 
     Raises:
         ConfigError: You passed no objects.

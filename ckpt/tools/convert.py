@@ -380,21 +380,21 @@ def convert(
     anything. For what each format can hold, see the table in docs/converting.md.
 
     Args:
-        source: The path or URL of a checkpoint of ckpt, full or sharded, torch.distributed.checkpoint, Accelerate,
-            DeepSpeed (ZeRO 0 to 3, universal), Lightning, Megatron-Core (`torch_dist`) or the Trainer, or of a file of
-            `torch.save` or safetensors. A ckpt root stands for its newest checkpoint.
+        source: The path or URL of a checkpoint from ckpt (full or sharded), torch.distributed.checkpoint, Accelerate,
+            DeepSpeed (ZeRO 0 to 3, universal), Lightning, Megatron-Core (`torch_dist`) or the Trainer, or of a
+            torch.save or safetensors file. For a ckpt root, `convert` takes the newest checkpoint.
         destination: For `"ckpt"` a root; for the others a new file or folder on a disk.
         to: `"ckpt"`; `"hf"`, a folder with `model.safetensors` and the configuration that was beside the source;
             `"dcp"`, a folder for `torch.distributed.checkpoint.load`; `"accelerate"`, a folder for
-            `accelerator.load_state` with as many processes as saved it; `"torch"`, a file for
+            `accelerator.load_state` with the same number of processes as the saved run; `"torch"`, a file for
             `torch.load(weights_only=True)`; `"lightning"`, a file for `Trainer.fit(ckpt_path=...)`; `"megatron"`, a
             folder for `megatron.core.dist_checkpointing.load`, of a model that has Megatron's names.
         format: The format of the source. You only need it if a folder has saves in several formats.
         name: The name of the new checkpoint in a root; by default the source's.
         max_shard_size: For `"hf"`: the largest size of a file, in bytes or as `"5GB"`; a larger model becomes shards
             and an index.
-        sign: For `"ckpt"`, as `key` of `Signing`; other formats have no signatures. If the source is a checkpoint of
-            ckpt, this key or one of `verify_key` must have signed it.
+        sign: For `"ckpt"`, as `key` of `Signing`; other formats have no signatures. If the source is a ckpt checkpoint,
+            this key or one of `verify_key` must have signed it.
         verify_key: As in `Signing`: ckpt warns if none of these keys has signed the source.
         require_signed: As `required` of `Signing`.
 

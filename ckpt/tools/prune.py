@@ -34,9 +34,9 @@ class Pruned:
         removed: The removed checkpoints, with their bytes.
         swept: The removed leftovers, with their bytes: names of checkpoints whose saves were interrupted, or keys of
             unfinished writes.
-        kept: The checkpoints that stay.
+        kept: The checkpoints that `prune` kept, or would keep.
         damaged: The damaged checkpoints, with the reason.
-        spared: The leftovers that stay, with the reason.
+        spared: The leftovers that `prune` kept, with the reason.
     """
 
     url: str

@@ -252,15 +252,15 @@ def pull(
     it can't reach the Hub.
 
     Args:
-        source: `user/repo`, unless that is a folder here; `hub://user/repo@revision/path`; any other path or URL: of
-            a checkpoint, a root with all its checkpoints, another folder, or a file.
+        source: `user/repo`, unless that is a folder on this machine; `hub://user/repo@revision/path`; or any other path
+            or URL of a checkpoint, a root with all its checkpoints, another folder, or a file.
         destination: A path or URL. Other files there stay unchanged.
         step: From a root, copy only the checkpoint of this step; None: all.
         revision: A branch, tag or commit on the Hub.
         token: A token for the Hub, on either side; None: `HF_TOKEN` or a login.
-        storage_options: For URLs on both sides; if one is on the Hub, for the other.
+        storage_options: For URLs on both sides; if one side is on the Hub, for the other side.
         verify_key: As in `Signing`.
-        require_signed: Copy neither checkpoints that no such key has signed, nor files without a manifest.
+        require_signed: Don't copy checkpoints that none of these keys has signed, or files without a manifest.
 
     Returns:
         The URL of the copy.
