@@ -238,7 +238,7 @@ class Mirror(Options):
 
     url: Place
     keep: _Keep | None = None
-    bandwidth: Annotated[float | str, Must(is_rate, "bytes per second, as '50MB'")] | None = None
+    bandwidth: Annotated[float | str, Must(is_rate, "bytes per second, such as '50MB'")] | None = None
     backlog: Annotated[int, Must(is_count, "a number of checkpoints, 1 or more")] = 2
     at_start: Seconds = AT_START
     at_end: Seconds = AT_END
@@ -321,7 +321,7 @@ class ManagerOptions(Options):
     called = "StateManager"
 
     root: Place | None = None
-    save_every: Annotated[Every, _a(Every, f"{_STEPS}, a time, as '10min', '90s' or '2h', 'auto'")] = Every()
+    save_every: Annotated[Every, _a(Every, f"{_STEPS}, a time such as '10min', '90s' or '2h', 'auto'")] = Every()
     keep: _Keep | None = None
     mirror: Annotated[Mirror, _a(Mirror, "a path, a URL, a storage")] | None = None
     storage_options: Settings | None = field(default=None, repr=False)

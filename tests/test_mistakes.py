@@ -167,7 +167,10 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
     "epochs that are a list": (on(lambda manager: next(manager.epochs([1, 2]))), "the total number of epochs"),  # type: ignore[arg-type]
     "batches of a number": (on(lambda manager: manager.batches(3)), "batches"),  # type: ignore[arg-type]
     "an object without state": (on(lambda manager: manager.register(x=object())), "no state_dict"),
-    "a name that is taken": (on(lambda manager: manager.register(model=nn.Linear(1, 1))), "such a part already"),
+    "a name that is taken": (
+        on(lambda manager: manager.register(model=nn.Linear(1, 1))),
+        "a part of that name already exists",
+    ),
     "a value that is an object": (on(lambda manager: manager.values.update(x=object())), "register(name=object)"),
     "every zeroth step": (on(lambda manager: manager.every(0)), "a number of steps"),
     "another shape": (of_other_objects(rows(1, 3), rows(1, 4)), "shape [4, 4] in the checkpoint, [3, 3] here"),
@@ -197,10 +200,13 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
     "options for a local folder": (make(storage_options={"key": "x"}), "accepts no storage_options, but you gave key"),
     "nothing to save": (lambda root: make()(root).save_state("a", wait=True), "there is nothing to save"),
     "a list of no models": (lambda root: make(model=[])(root).save_state("a"), "there is nothing to save"),
-    "a scheduler as the optimizer": (make(optimizer=scheduler()), "optimizer is a StepLR, which is no optimizer"),
+    "a scheduler as the optimizer": (
+        make(optimizer=scheduler()),
+        "optimizer is a StepLR, which is not a valid optimizer",
+    ),
     "an optimizer as the scheduler": (
         make(scheduler=Script().optimizer),
-        "scheduler is a AdamW, which is no scheduler",
+        "scheduler is a AdamW, which is not a valid scheduler",
     ),
     "a scaler that is switched on": (make(scaler=True), "scaler is a bool"),
     "a model under a name with a slash": (make(model={"a/b": nn.Linear(2, 2)}), "is not a valid part name"),
@@ -209,7 +215,7 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
     "a number in place of RankOptions": (make(ranks=4), "must be a ckpt.RankOptions"),
     "a number in place of a mirror": (make(mirror=3), "must be a path, a URL, a storage, or a ckpt.Mirror"),
     "a mirror that is the root": (lambda root: make(mirror=root / "run")(root), "is the same place as the root"),
-    "a time that is none": (make(save_every="10 parsecs"), "as '10min', '90s' or '2h'"),
+    "a time that is none": (make(save_every="10 parsecs"), "such as '10min', '90s' or '2h'"),
     "half a step": (make(save_every=1.5), "a number of steps"),
     "a switch in place of steps": (make(save_every=True), "a number of steps"),
     "no steps between snapshots": (make(memory=0), "memory=0 must be"),

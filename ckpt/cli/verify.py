@@ -109,7 +109,7 @@ def _about(storage: Storage, found: Verification) -> str:
     if found.state == verifying.REMOVED:
         return "by retention, or by hand, since it was listed"
     if found.state == verifying.UNDER_WAY:
-        return "a process is just saving or removing it: it is not committed"
+        return "a process is saving or removing it right now, so it is not committed"
     if found.manifest is None or found.is_fault:
         return without_name("; ".join(found.problems), found.name)
     others = files_on_other_hosts(storage, found.manifest)

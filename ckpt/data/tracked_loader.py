@@ -563,9 +563,9 @@ def mismatch(now: Contents, position: Position, *, found: int, drawn: bool) -> s
         return ""
     where = ", ".join(path or "the batch" for path in different[:3])
     return (
-        f"yielded other data in its replay than before the save (in {where}), so samples of this epoch repeat or are "
-        "missed: its order depends on something that is not restored, such as OS entropy or a global generator. Seed "
-        "it, or give it state_dict and load_state_dict."
+        f"yielded different data in its replay than before the save (in {where}), so samples of this epoch repeat "
+        "or are missed: its order depends on something that is not restored, such as OS entropy or a global "
+        "generator. Seed it, or give it state_dict and load_state_dict."
     )
 
 

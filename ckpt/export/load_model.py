@@ -246,7 +246,7 @@ def with_aliases(names: set[str], live: Mapping[str, Any]) -> set[str]:
 
 
 _log = logging.getLogger("ckpt")
-_NOT_READ = "no tensor: it is not read from there, and left as it is"
+_NOT_READ = "not a tensor: ckpt does not read it, and leaves it unchanged"
 _READ = ("*.safetensors", "*.json", "*.metadata", "*.distcp")  # of a repository, what a model is loaded from
 
 

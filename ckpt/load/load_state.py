@@ -355,7 +355,7 @@ class StateLoader:
         if values and saved_by != self.ranks.world_size:
             notes.approximated["values"] = f"each of {saved_by} ranks had its own: new ranks get the main rank's"
         for name in self.live.registry.values.restore(values):
-            notes.skipped[name] = "the checkpoint has no value by that name: it stays as it is"
+            notes.skipped[name] = "the checkpoint has no value of that name, so it stays unchanged"
         unclaimed = UnclaimedPositions(positions, rewind, notes.approximated)
         loop.go_back(progress, unclaimed, reader.state.get("loop", {}))
         unclaimed.reported = True  # by the block that is printed next

@@ -807,7 +807,7 @@ def _say_outside(folder: str, root: str) -> None:
 def writer_at(folder: str, root: RootWriter) -> ElsewhereWriter:
     """The writer of a checkpoint in a local folder that is not in the root. The next one there does not follow it."""
     if "://" in folder or root.hosts.separate_roots:
-        why = "it is no local folder" if "://" in folder else "every host has a root of its own"
+        why = "it is not a local folder" if "://" in folder else "every host has a root of its own"
         raise ConfigError(
             f"{folder} is not directly below the attached root, {root.storage.url}, and {why}. Give a plain name or a "
             "folder in that root, or attach to another root."

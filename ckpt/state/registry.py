@@ -426,9 +426,9 @@ class StateRegistry:
 
     def _obstacle(self, name: str, value: Any, per_rank: bool) -> str | None:
         if any(name in known for known in (self.parts, self.generators, self._per_rank, RESERVED)):
-            return "there is such a part already"
+            return "a part of that name already exists"
         if name in self.values and not is_plain(value):
-            return "there is a value by that name already"
+            return "a value of that name already exists"
         if isinstance(value, type):
             return f"{value.__name__} is a class: give an object of it"
         if not is_plain(value) and not all(map(is_part_name, name.split("."))):
@@ -507,7 +507,7 @@ def _refuse_unmanageable(objects: Mapping[str, Any]) -> None:
         elif (kind == "optimizer" and isinstance(value, LRScheduler)) or (
             kind == "scheduler" and isinstance(value, torch.optim.Optimizer)
         ):
-            wrong.append(f"{key} is a {type(value).__name__}, which is no {kind}")
+            wrong.append(f"{key} is a {type(value).__name__}, which is not a valid {kind}")
         elif not has_state(value):
             wrong.append(f"{key} is a {type(value).__name__}, which has no state_dict and load_state_dict")
     if wrong:

@@ -171,7 +171,7 @@ def export_hugging_face(
             storage.write(file.path, counted(file.pieces(), advance))
     for path, read in state.beside.items():
         storage.write(path, [memoryview(read())])
-    skipped = {f"{key}.{name}": "no tensor: safetensors cannot hold it" for name in tree if name not in tensors}
+    skipped = {f"{key}.{name}": "not a tensor: safetensors can't hold it" for name in tree if name not in tensors}
     skipped |= {other: _MODEL_ALONE for other in state.parts if other != key} | left_of_ranks(state)
     skipped |= _not_of_adapters(key, state.about, tensors)
     if not state.about:
@@ -257,7 +257,7 @@ class _Export:
         for key in state.get("values", {}):
             self.skipped[key] = "Accelerate keeps no plain values: register an object that has them"
         for key in state["generators"]:
-            self.skipped[key] = "Accelerate keeps no generators but the global ones"
+            self.skipped[key] = "Accelerate keeps only the global generators"
         progress = self.state.progress
         if any(progress.to_json().values()):
             self.skipped["progress"] = (
@@ -299,7 +299,7 @@ def _objects(tree: Any) -> tuple[dict[str, Any], dict[str, str]]:
     """The modules' empty `_extra_state`, which Megatron asks for, and what else is no tensor, which is left out."""
     others = {name for name, value in tree.items() if not isinstance(value, PiecedTensor)}
     empty = {name for name in others if megatron.is_extra_state(name) and tree[name] is None}
-    skipped = {f"{_PART}.{name}": "no tensor: it is not written" for name in sorted(others - empty)}
+    skipped = {f"{_PART}.{name}": "not a tensor, so it is not written" for name in sorted(others - empty)}
     return {megatron.object_name(name, empty): [None] for name in sorted(empty)}, skipped
 
 

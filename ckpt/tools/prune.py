@@ -186,10 +186,10 @@ class Plan:
             return
         mark = read_marker(self.storage, leftover.name)
         if mark is None:
-            spared[leftover.name] = "has a save marker that ckpt cannot read, or was removed meanwhile"
+            spared[leftover.name] = "has a save marker that ckpt cannot read, or was removed in the meantime"
             return
         if mark.age < self.grace:
-            spared[leftover.name] = "was written again meanwhile"
+            spared[leftover.name] = "was written again in the meantime"
             return
         deletion.remove_uncommitted(self.storage, leftover.name)
         if read_marker(self.storage, leftover.name) is not None:

@@ -43,7 +43,7 @@ _FILES = {
 _PATTERNS = {kind: re.compile(pattern) for kind, pattern in _FILES.items()}
 _UNREADABLE = {
     re.compile(r".*_rank\d+\.bin"): "holds pieces of one rank as torch.save wrote them",
-    re.compile(r"pytorch_model(_\d+)?/.*"): "was written by DeepSpeed (name its folder alone, and it is converted)",
+    re.compile(r"pytorch_model(_\d+)?/.*"): "was written by DeepSpeed (to convert it, give only its folder)",
 }
 _SPARSE = (_LOADER, _SAMPLER)  # not every loader has a file, so numbers may be missing
 

@@ -294,7 +294,7 @@ def test_values_that_cannot_be_held_are_refused_by_path_all_at_once(root: Place)
         (lambda: ckpt.StateManager("memory://x", model=3), "model is a int, not a torch.nn.Module"),
         (lambda: ckpt.StateManager("memory://x", scheduler=3), "scheduler is a int, which has no state_dict"),
         (lambda: ckpt.StateManager("memory://x", model={"a/b": nn.Linear(1, 1)}), "is not a valid part name"),
-        (lambda: ckpt.StateManager("memory://x").register(model=nn.Linear(1, 1)), "there is such a part already"),
+        (lambda: ckpt.StateManager("memory://x").register(model=nn.Linear(1, 1)), "a part of that name already exists"),
         (lambda: ckpt.StateManager("memory://x").register(a={1}, b=[2]), "a: a set has no state_dict.*; b: a list"),
         (lambda: ckpt.StateManager("memory://x").unwrap(), "0 models. Pass a model"),
         (lambda: ckpt.StateManager("memory://x").step(), r"call manager\.resume\(\) before the loop"),

@@ -947,7 +947,7 @@ class TestDeleting:
         for what in (made, summary):
             with root.lock("a", shared=True):
                 assert remove_or_explain(root, what) == "is being read"
-            assert remove_or_explain(root, replace(what, id="other")) == "was saved again meanwhile"
+            assert remove_or_explain(root, replace(what, id="other")) == "was saved again in the meantime"
         assert is_whole(root, made)
         kept = {key: root.read(key) for key in keys(root)}
         for name in (FILE_NAME, COPY_NAME):

@@ -926,7 +926,7 @@ class TestAdvice:
         save(storage, "a")
         away = SimpleNamespace(newest=None)
         mirrored = SimpleNamespace(newest="b")
-        skips, none, stops = "A resume skips", "No other checkpoint is known", "A resume that comes to"
+        skips, none, stops = "A resume skips", "No other checkpoint is known", "A resume that reaches"
         for mirror, known_damaged, repair, told in (
             (None, set(), damaged, none),
             (away, set(), damaged, none),

@@ -410,9 +410,7 @@ class TestLocks:
         storage = LocalStorage(tmp_path)
         with storage.lock("object"), pytest.raises(LockedError) as caught, storage.lock("object"):
             pass
-        found = re.search(
-            r"object is held: by process (\d+) of user (\S+), which runs since (\S+)\.", str(caught.value)
-        )
+        found = re.search(r"object is held: by process (\d+) of user (\S+), running since (\S+)\.", str(caught.value))
         assert found is not None
         assert int(found.group(1)) == os.getpid()
         began = time.mktime(time.strptime(found.group(3), "%Y-%m-%dT%H:%M:%SZ")) - time.timezone

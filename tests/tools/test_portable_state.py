@@ -305,7 +305,7 @@ class TestConvert:
         parts, skipped = converting.export_accelerate(state, tmp_path / "b", lambda size: None)
         assert parts[-1] == "rng"
         assert "continue with epoch 2, and there with accelerator.skip_first_batches(loader, 0)" in skipped["progress"]
-        assert skipped["generator"] == "Accelerate keeps no generators but the global ones"
+        assert skipped["generator"] == "Accelerate keeps only the global generators"
         bare = replace(state, own_state=None, progress=Progress(), approximated={"rng": "why"})
         (tmp_path / "c").mkdir()
         parts, skipped = converting.export_accelerate(bare, tmp_path / "c", lambda size: None)
@@ -341,7 +341,9 @@ class TestMegatron:
         objects, skipped = _objects({"a.mlp._extra_state": None, "b.mlp._extra_state": 5, "other": None})
         assert len(objects) == 1
         assert list(objects.values()) == [[None]]
-        assert skipped == dict.fromkeys(("model.b.mlp._extra_state", "model.other"), "no tensor: it is not written")
+        assert skipped == dict.fromkeys(
+            ("model.b.mlp._extra_state", "model.other"), "not a tensor, so it is not written"
+        )
 
 
 def test_the_configuration_of_a_model_comes_along_whatever_is_trained_with_it(tmp_path: Path) -> None:
