@@ -379,7 +379,7 @@ class Pusher:
         return self._background.busy
 
     def wait(self) -> None:
-        """Block until no push is under way. Raises the error of a failed background push, once."""
+        """Block until no push is under way. If a background push failed, raises its error, but only once."""
         self._background.wait()
 
     def _write_files(

@@ -476,7 +476,8 @@ def _why_none_of_its_own(manifest: Manifest, ranks: Ranks) -> str | None:
     if manifest.world_size != ranks.world_size:
         separate = " with separate roots" if manifest.hosts else ""
         return (
-            f"saved by another number of ranks ({manifest.world_size}, and there are {ranks.world_size} here){separate}"
+            f"saved by a different number of ranks ({manifest.world_size}, and there are {ranks.world_size} here)"
+            f"{separate}"
         )
     return f"{manifest.origin} keeps none" if manifest.origin else None
 

@@ -741,7 +741,7 @@ class TestWhatFits:
             notes = Notes()
             return list(restore._own_parts(reader, request, notes)), notes
 
-        why = "saved by another number of ranks (2, and there are 3 here)"
+        why = "saved by a different number of ranks (2, and there are 3 here)"
         part, hooks = Own(), Own()
         assert kept(2, 1, 2, part, hooks={"hooks-00001": hooks}) == (["zero-00001"], Notes())
         assert (part.told, hooks.told) == ([], [("the checkpoint has no state of theirs", True)])
@@ -770,7 +770,7 @@ class TestWhatFits:
         why: Any = restore._why_none_of_its_own
         assert why(base, two) is None
         assert why(replace(base, origin="Tool"), two) == "Tool keeps none"
-        assert why(base, three) == "saved by another number of ranks (2, and there are 3 here)"
+        assert why(base, three) == "saved by a different number of ranks (2, and there are 3 here)"
         assert why(replace(base, hosts=(Host("x", (0, 1)),)), three).endswith("here) with separate roots")
 
     def test_layouts_in_words(self) -> None:

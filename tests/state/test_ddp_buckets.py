@@ -190,7 +190,7 @@ def _load_others(rank: int, folder: str) -> None:
 
 
 def _load_by_more(rank: int, folder: str) -> None:
-    _load_warm(rank, folder, POWER["warm"], "saved by another number of ranks (2, and there are 3 here)")
+    _load_warm(rank, folder, POWER["warm"], "saved by a different number of ranks (2, and there are 3 here)")
 
 
 @pytest.mark.slow
