@@ -78,8 +78,8 @@ def _target(program: str | Path | Callable[[str], object], arguments: tuple[str,
     name = getattr(program, "__qualname__", "")
     if not name.isidentifier():
         raise ConfigError(
-            f"ckpt can't start {program!r} in another process. Give the path of a script, or a function at the top level "
-            "of a file that takes the root."
+            f"ckpt can't start {program!r} in another process. Give the path of a script, or a function "
+            "that takes the root and is defined at the top level of a file."
         )
     if arguments:
         raise ConfigError(
