@@ -547,8 +547,8 @@ def refuse_unnamed(root: Any, others: Sequence[Any]) -> None:
     if given:
         kinds = ", ".join(type(value).__name__ for value in given)
         raise UnnamedObjectError(
-            f"StateManager takes only the root as a positional argument, but you also passed {kinds}. Name each "
-            'object: StateManager("runs/x", model=model, optimizer=optimizer).'
+            f"StateManager takes only the root as a positional argument, but you also passed {kinds} by position. Name "
+            'each object: StateManager("runs/x", model=model, optimizer=optimizer).'
         )
 
 

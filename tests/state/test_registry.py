@@ -428,7 +428,7 @@ def test_what_is_given_without_a_keyword_is_refused() -> None:
     refuse_unnamed(None, [])
     model = _model()
     for root, others, words in ((model, [], "Linear"), ("runs/x", [model], "Linear"), (_sgd(model), [3], "SGD, int")):
-        with pytest.raises(TypeError, match=f"but you also passed {words} without one"):
+        with pytest.raises(TypeError, match=f"but you also passed {words} by position"):
             refuse_unnamed(root, others)
 
 
