@@ -12,7 +12,7 @@ CkptError
 │   ├── DamagedError       uncommitted, truncated, altered, or a file is missing
 │   │   └── UntrustedError no trusted key has signed it, or somebody altered it afterwards
 │   └── VersionError       a newer ckpt wrote it
-├── StorageError           ckpt could not read or write bytes (also an OSError)
+├── StorageError           ckpt could not read or write data (also an OSError)
 │   ├── AbsentError        the object does not exist
 │   ├── TruncatedError     an object lacks some of the bytes that ckpt asked for
 │   ├── DeniedError        no permission, or no credentials
@@ -93,7 +93,7 @@ class VersionError(CheckpointError):
 
 
 class StorageError(CkptError, OSError):
-    """ckpt could not read or write bytes."""
+    """ckpt could not read or write data."""
 
 
 class AbsentError(StorageError):

@@ -80,7 +80,7 @@ class Every(Options):
         epoch_end: Save at the end of every epoch of `epochs`.
         exception: When an exception leaves the `with` block, save the last complete step, if nothing has changed since
             on any rank; otherwise ckpt logs why not. This option costs the time to capture the state, after every step.
-        failures_per_node_day: For `time="auto"`: the number of failures per node and day, until the run has seen enough
+        failures_per_node_day: For `time="auto"`: the number of failures per node per day, until the run has seen enough
             failures of its own. None: `CKPT_FAILURES_PER_NODE_DAY` if set, otherwise 0.0065, a published rate.
     """
 

@@ -263,7 +263,7 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
         "needs a path or a URL as its source",
     ),
     "a model from nowhere": (lambda root: ckpt.load_model(root / "no", nn.Linear(2, 2)), "there is nothing at"),
-    "a merge into a folder": (on(lambda manager: ckpt.merge(manager.url, manager.url)), "Name a file in it"),
+    "a merge into a folder": (on(lambda manager: ckpt.merge(manager.url, manager.url)), "Name a file in that folder"),
     "a merge from nowhere": (lambda root: ckpt.merge(root / "no", "x.safetensors"), "there is nothing at"),
     "a conversion to what is none": (on(lambda manager: ckpt.convert(manager.url, "x", to="onnx")), "is not a format"),
     "to verify nothing": (lambda root: ckpt.verify(root), "neither a root nor a checkpoint"),

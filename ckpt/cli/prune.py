@@ -57,7 +57,7 @@ def prune(
     """Remove old checkpoints and the leftovers of crashed saves from ROOT.
 
     Without a --keep option, prune keeps all checkpoints, and removes only leftovers: files and uploads of saves that a
-    crash cut off more than --grace ago. Prune never removes the newest intact checkpoint, or one that a process is
+    crash interrupted more than --grace ago. Prune never removes the newest intact checkpoint, or one that a process is
     reading.
 
     Prune shows you what it would remove, and asks before it removes anything. In a script or a cron job, where nobody

@@ -147,7 +147,7 @@ class Failures:
         except ValueError:
             rate = math.nan
         if not 0 < rate < math.inf:
-            raise ConfigError(f"{VARIABLE}={text!r} must be a number above 0: the failures per node and day.")
+            raise ConfigError(f"{VARIABLE}={text!r} must be a number above 0: the failures per node per day.")
         return cls(nodes, rate, f"{VARIABLE}={text}")
 
     def every(self, past: Past, running: float = 0.0) -> tuple[float, str]:

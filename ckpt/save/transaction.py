@@ -374,8 +374,8 @@ class SaveTransaction:
         self.compared.reported.update(new)
         if new and self.root.ranks.rank == MAIN:
             _log.warning(
-                "%sranks hold different state, so ckpt saves each rank's own: %s. Only a job of %d ranks can "
-                "restore that state exactly.",
+                "%sranks hold different state, so ckpt saves each rank's own state: %s. Only a job of %d ranks "
+                "can restore that state exactly.",
                 "" if self.compared.trusted else "replicas that should be equal have drifted apart: ",
                 "; ".join(_described(key, differs[key]) for key in new),
                 self.root.ranks.world_size,

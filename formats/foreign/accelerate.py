@@ -178,7 +178,7 @@ def _check_numbers(where: str, kind: str, numbered: Mapping[int, list[str]]) -> 
     if missing and kind not in _SPARSE:
         there = ", ".join(paths[0] for paths in numbered.values())
         raise DamagedError(
-            f"{where} is damaged: {there} is there, but {kind} number {', '.join(map(str, missing))} is missing. Copy "
+            f"{where} is damaged: it has {there}, but {kind} number {', '.join(map(str, missing))} is missing. Copy "
             "every rank's files into that folder."
         )
     for paths in numbered.values():

@@ -73,8 +73,8 @@ class Device:
         return torch.empty(size, dtype=torch.uint8)
 
     def register(self, memory: torch.Tensor) -> bool:
-        """Let the device write to these pages of host memory until somebody calls `unregister`. Returns False if the
-        device can't."""
+        """Let the device write to these pages of host memory until you call `unregister`. Returns False if the device
+        can't."""
         return False
 
     def unregister(self, memory: torch.Tensor) -> None:
