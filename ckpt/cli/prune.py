@@ -43,7 +43,11 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
     "--keep-every", "every", type=int, metavar="STEPS", help="Also keep checkpoints whose step is a multiple of STEPS."
 )
 @click.option(
-    "--grace", callback=_seconds, default="24h", show_default=True, help="Keep leftovers that are younger than this."
+    "--grace",
+    callback=_seconds,
+    default="24h",
+    show_default=True,
+    help="Keep leftovers that are younger than this duration.",
 )
 @click.option(
     "--verify/--no-verify", default=True, show_default=True, help="First verify every byte of the newest checkpoint."

@@ -33,19 +33,20 @@ def _modes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
     "--format",
     "kind",
     type=click.Choice([HTML, MARKDOWN]),
-    help="The format of the page, if the file's suffix doesn't show it.",
+    help="The format of the page, if it isn't clear from the file's suffix.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a list of JSON objects for other programs to read.")
 @click.option(
     "--best", "modes", multiple=True, callback=_modes, metavar="METRIC=min|max",
-    help="Whether low or high values of a metric are best, if its name doesn't show it. You can repeat this option.",
+    help="Whether low or high values of a metric are best, if its name doesn't make that clear. You can repeat this "
+    "option.",
 )  # fmt: skip
 def report(roots: tuple[str, ...], output: Path | None, kind: str | None, as_json: bool, modes: dict[str, str]) -> None:
     """Print how the run in ROOTS went, or write a page: HTML if the file ends with .html, otherwise Markdown.
 
     The report says whether the run is healthy, where its time went, how each attempt ended and what it cost, and which
-    checkpoints it skipped. It shows the metrics of every step. Give several roots to compare their runs. The report
-    reads only manifests, the history of the root, and the sizes of files.
+    checkpoints it skipped. The report also shows the metrics of every step. Give several roots to compare their runs.
+    The report reads only manifests, the history of the root, and the sizes of files.
 
     The HTML page is a single file without scripts, and loads no other files.
 

@@ -603,7 +603,8 @@ class RootWriter:
             self.attempt.store(self.held.history, self.lineage.run)
 
     def goodput(self) -> Goodput | None:
-        """Report where the run's time went, including this attempt. None if this rank doesn't know that."""
+        """Report where the run's time went, including this attempt. Returns None if this rank doesn't know the
+        history."""
         history = History.of(self.storage) if self.attempt is not None else None
         if self.attempt is None or history is None or not history.is_known:
             return None

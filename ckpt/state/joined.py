@@ -42,9 +42,9 @@ class Joined:
         StateManager(root, model=Joined(parts), optimizer=Joined(optimizers), scheduler=Joined(schedulers))
 
     Join models that are parts of one, for example this rank's stages of a pipeline: modules, or `PipelineStage`s of
-    torch.distributed.pipelining. Their parameters must have the same names as in the full model. Join optimizers if
-    each part of the model, or each parameter, has its own; all must be of the same class. Join schedulers and scalers
-    if all have the same state.
+    torch.distributed.pipelining. The parts' parameters must have the same names as in the full model. Join optimizers
+    if each part of the model, or each parameter, has its own; all must be of the same class. Join schedulers and
+    scalers if all have the same state.
 
     Args:
         objects: All objects of this rank. If each part of a model numbers its layers from zero, a dict gives each a

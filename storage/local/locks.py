@@ -154,7 +154,7 @@ class LocalLocks:
             if held.descriptor in _held and not self._is_in_place(held):  # a forked child has closed its copy
                 raise LostError(
                     f"somebody removed {self._shown}/{held.key}, or all of {self._shown}, while this run held the "
-                    "lock. Another run may have written there."
+                    "lock. Another run may have written to the root."
                 )
 
     def _is_in_place(self, held: HeldLock) -> bool:
