@@ -3,7 +3,7 @@
 CkptError
 ├── ConfigError            An option, a name or a URL is invalid (also a ValueError)
 │   └── SchemeError        ckpt has no storage for the scheme of a URL
-├── StateError             the live objects and a checkpoint don't fit together
+├── StateError             the live objects and a checkpoint don't match
 │   ├── UnsupportedError   a checkpoint can't hold a value
 │   ├── MismatchError      keys are missing or unexpected; shapes or dtypes differ
 │   └── MetricError        ckpt can't rank checkpoints by a metric
@@ -12,7 +12,7 @@ CkptError
 │   ├── DamagedError       uncommitted, truncated, altered, or a file is missing
 │   │   └── UntrustedError no trusted key has signed it, or somebody altered it afterwards
 │   └── VersionError       a newer ckpt wrote it
-├── StorageError           ckpt could not read or write bytes (also an OSError)
+├── StorageError           ckpt could not read or write data (also an OSError)
 │   ├── AbsentError        the object does not exist
 │   ├── TruncatedError     an object lacks some of the bytes that ckpt asked for
 │   ├── DeniedError        no permission, or no credentials
@@ -48,7 +48,7 @@ class SchemeError(ConfigError):
 
 
 class StateError(CkptError):
-    """The live objects and a checkpoint don't fit together."""
+    """The live objects and a checkpoint don't match."""
 
 
 class UnsupportedError(StateError):
@@ -93,7 +93,7 @@ class VersionError(CheckpointError):
 
 
 class StorageError(CkptError, OSError):
-    """ckpt could not read or write bytes."""
+    """ckpt could not read or write data."""
 
 
 class AbsentError(StorageError):
@@ -101,7 +101,7 @@ class AbsentError(StorageError):
 
 
 class TruncatedError(StorageError):
-    """A stored file is shorter than the bytes that ckpt asked for."""
+    """A stored file ends before the last of the bytes that ckpt asked for."""
 
 
 class DeniedError(StorageError):

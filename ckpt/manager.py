@@ -62,27 +62,28 @@ class StateManager:
     manifest.
 
     Args:
-        root: The place for the checkpoints: a path, a URL or a storage. ckpt tries a remote one at once.
-        accelerator: A Hugging Face `Accelerator`, instead of the objects below: ckpt keeps everything that it prepares
-            or registers, also later. Its project sets the folder, the naming and the limit, unless you set others.
-        model: The model: one object, a sequence, or a dict of named objects. The next four take the same; `register`
-            adds other objects.
+        root: The place for the checkpoints: a path, a URL or a storage. ckpt connects to a remote root at once.
+        accelerator: A Hugging Face `Accelerator`, instead of the objects below: ckpt keeps everything that the
+            accelerator prepares or registers, including what you add later. Its project sets the folder, the naming and
+            the limit, unless you set others.
+        model: The model: one object, a sequence, or a dict of named objects. The next four options accept the same;
+            `register` adds other objects.
         optimizer: The optimizer.
         scheduler: The LR scheduler.
         scaler: The GradScaler.
-        dataloader: The training loader. After `resume`, a plain `for` over it continues where the checkpoint was.
-            Loaders that you give to `batches` need not be passed here.
-        save_every: Steps between saves, or a time, such as `"10min"`; `"auto"` is the time that loses least. `Every`
-            has more: the end of an epoch, an exception.
+        dataloader: The training loader. After `resume`, a plain `for` loop over it continues at the checkpoint's
+            position. You don't need to pass loaders here that you give to `batches`.
+        save_every: Steps between saves, or a time, such as `"10min"`; `"auto"` chooses the interval that loses the
+            least time. `Every` has more options: the end of an epoch, an exception.
         keep: Rules for which checkpoints to keep; None keeps all.
-        mirror: A path, URL, storage or `Mirror`. ckpt copies every committed checkpoint there in the background, and
-            a load takes the newest intact checkpoint of both. If a copy fails, training continues: `mirror_error` has
-            the error, and ckpt tries again.
+        mirror: A path, URL, storage or `Mirror`. ckpt copies every committed checkpoint there in the background, and a
+            load takes the newest intact checkpoint from either place. If a copy fails, training continues:
+            `mirror_error` has the error, and ckpt tries again.
         storage_options: Credentials, endpoint and the like for a URL, as its fsspec filesystem takes them.
         saving: How ckpt captures and writes checkpoints.
-        ranks: How the ranks of a job meet, and stop.
+        ranks: How the ranks of a job find each other, and how they stop.
         memory: Steps between snapshots in the hosts' memory, or a `Memory`. A restart on the same machines resumes from
-            these.
+            these snapshots.
         signing: The key that signs checkpoints, and the keys to trust; None takes them from the environment.
     """
 
@@ -172,19 +173,19 @@ class StateManager:
 
     @property
     def run(self) -> str:
-        """The id of the run, for trackers. A resume keeps the id. Read it on the main rank, after `resume`."""
+        """The id of the run, for trackers. A resume keeps the id. Read the id on the main rank, after `resume`."""
         return self._session.saver.root.lineage.run
 
     def goodput(self) -> Goodput | None:
-        """Return where the time of this run went, over all its attempts so far: `print(manager.goodput())`.
+        """Report where this run's time went, over all its attempts so far: `print(manager.goodput())`.
 
-        `share` is the part of the wall time in which the run made steps that count. The rest is steps that had to be
-        made again after a crash, waiting for saves, starting and loading, and down between attempts. If an attempt was
-        killed, ckpt knows only what it wrote after its last save, so `share` is a lower bound.
+        `share` is the fraction of the wall time that the run spent on steps that count. The rest of the time went to
+        steps repeated after a crash, waiting for saves, starting and loading, and downtime between attempts. If an
+        attempt was killed, ckpt knows only what it wrote after its last save, so `share` is a lower bound.
 
-        ckpt reads the history in the root, which is one small file. So call this now and then, not after every step.
-        Only the main rank knows the history: the others get None, and so does the main rank if the history can't be
-        read, or if the root is on the Hub and has none.
+        ckpt reads the history in the root, which is one small file. So call `goodput` now and then, not after every
+        step. Only the main rank knows the history: the others get None, and so does the main rank if the history can't
+        be read, or if the root is on the Hub and has no history.
         """
         return self._session.saver.root.goodput()
 
@@ -215,7 +216,7 @@ class StateManager:
         ranks get the main rank's state.
 
         Args:
-            per_rank: Keep each rank's own state on any number of ranks. New ranks keep what their objects have; ckpt
+            per_rank: Keep each rank's own state on any number of ranks. The objects of new ranks keep their state; ckpt
                 does not load the state of ranks that are gone. The report names both.
             **objects: Anything with `state_dict` and `load_state_dict`, or a generator. A number or text, as in
                 `best_loss=1e9`, sets the first value in `values`, until a load or your script changes it.
@@ -236,7 +237,7 @@ class StateManager:
         """Iterate over the remaining epochs of `total`: from where the last run stopped, or from scratch.
 
         If `save_every` has steps or a time, ckpt saves the final state after the last epoch, as `step-00001000`. If
-        ckpt has already saved that step, it adds what the end of the epoch has changed to that checkpoint. With
+        ckpt has already saved that step, it adds to that checkpoint whatever the end of the epoch has changed. With
         `Every(epoch_end=True)`, ckpt also saves at the end of every epoch, before the next one begins.
         """
         self._start()
@@ -269,8 +270,8 @@ class StateManager:
         write `tqdm(manager.batches(loader), initial=manager.progress.batch)`.
 
         If you leave the loop with `break`, the next run continues with the following batch. Put a prefetcher inside,
-        `batches(Prefetcher(loader))`. With the prefetcher outside, every resume would lose the batches that it has read
-        ahead.
+        `batches(Prefetcher(loader))`. If you put the prefetcher outside, `Prefetcher(batches(loader))`, every resume
+        loses the batches that the prefetcher has read ahead.
         """
         return self._session.loop.batches(loader, self._start)
 
@@ -305,7 +306,7 @@ class StateManager:
         """Return True if a signal asked the process to terminate. Call this after every step, in loops that don't call
         `step`.
 
-        Set `progress.step` first. All ranks get True at the same step, so that all save and stop there.
+        Set `progress.step` first. All ranks get True at the same step, so that every rank saves and stops there.
         """
         return self._session.due.preemption.due(self._session.loop.progress.step)
 
@@ -315,16 +316,17 @@ class StateManager:
         """Save everything. Every rank must make this call.
 
         `save_state` returns when ckpt has copied the state; ckpt writes the copy while training continues. If the write
-        fails, the next call raises the error. An existing checkpoint of that name stays until the new one replaces it.
+        fails, the next call raises the error. ckpt keeps an existing checkpoint of that name until the new one replaces
+        it.
 
         `save_state` saves at once, even in the middle of an iteration: a resume continues with the next batch, and does
-        not repeat what follows this call in the iteration. Make `save_state` the last call in the iteration, or use
-        `save_every`, which waits for the end of the iteration. After the inner loop, make `save_state` the last call in
-        the epoch: the next run begins with the next epoch.
+        not repeat the code that follows this call in the iteration. Make `save_state` the last call in the iteration,
+        or use `save_every`, which waits for the end of the iteration. After the inner loop, make `save_state` the last
+        call in the epoch: the next run begins with the next epoch.
 
         Args:
             name: The checkpoint's name; by default `step-00001000` and so on.
-            metrics: Numbers by name, for `Keep`, listings and reports.
+            metrics: A dict of numbers by name, for `Keep`, listings and reports.
             wait: Return only when the checkpoint is committed and durable; None: as `SaveOptions.background` says.
 
         Returns:
@@ -382,13 +384,14 @@ class StateManager:
         return restored
 
     def fingerprint(self) -> dict[str, str]:
-        """Return a dict from the name of each part of the current state to its hash: 128 bits in hexadecimal.
+        """Return a dict that maps the name of each part of the current state to its hash: 128 bits in hexadecimal.
 
         If two runs have the same fingerprints at a step, they have been the same up to that step, bit for bit: log the
         fingerprints, or compare them in a test of your training loop. `"rng"` stands for this rank's random generators,
         `"data"` for its position in the data. ckpt hashes tensors on their device, on a GPU in milliseconds. If a part
-        is sharded, ckpt hashes only this rank's shards, so compare the same rank of runs with equally many ranks. Call
-        `fingerprint` on every rank: some ways of sharding need all ranks to describe their state.
+        is sharded, ckpt hashes only this rank's shards, so compare a rank only with the same rank of a run that has the
+        same number of ranks. Call `fingerprint` on every rank: some ways of sharding need all ranks to describe their
+        state.
         """
         return self._session.fingerprint()
 
@@ -420,9 +423,9 @@ class StateManager:
     def close(self) -> None:
         """Finish saves and copies to the mirror, and release the root, the loaders and the SIGTERM handler.
 
-        `close` removes snapshots in memory. If an exception ends the run, `close` leaves the snapshots for a restart,
-        even if you call it in `finally` or `except`. If you write `with ckpt.StateManager(...)`, you don't need to call
-        `close`. In a forked child, `close` does nothing, because everything belongs to the parent.
+        `close` removes the snapshots in memory. If an exception ends the run, `close` leaves the snapshots for a
+        restart, even if you call it in `finally` or `except`. If you write `with ckpt.StateManager(...)`, you don't
+        need to call `close`. In a forked child, `close` does nothing, because everything belongs to the parent.
         """
         error = sys.exc_info()[1]
         self._session.end_loop(error)
@@ -442,7 +445,7 @@ class StateManager:
 
         If the model has PEFT adapters, ckpt writes only the adapters, as PEFT does. ckpt writes the full model even if
         yours is wrapped, compiled or sharded, and gathers it tensor by tensor. A new folder appears once all files are
-        complete; in a folder that is there, ckpt keeps your own files. Every rank must make this call; the main rank
+        complete; in an existing folder, ckpt keeps your own files. Every rank must make this call; the main rank
         writes.
 
         Args:
@@ -451,7 +454,7 @@ class StateManager:
             dtype: The dtype to cast floating point tensors to.
             tokenizer: A tokenizer to save with the model.
             processor: A processor to save with the model: anything with `save_pretrained`.
-            part: Which model, if there are several: `"model.generator"`.
+            part: The model to write, if there are several: `"model.generator"`.
         """
         from ckpt.export.save_model import check_processors, save_live
 

@@ -75,13 +75,13 @@ class Every(Options):
     Args:
         steps: Save every this many steps.
         time: Save when this much time has passed since the last save or load, by rank 0's clock: `"10min"`, `"90s"` or
-            `"1h30min"`. All ranks save after the same step. With `"auto"`, rank 0 chooses the time that loses least, by
-            what saves cost this run and how often it fails.
+            `"1h30min"`. All ranks save after the same step. With `"auto"`, rank 0 chooses the interval that loses the
+            least time, from what saves cost this run and how often the run fails.
         epoch_end: Save at the end of every epoch of `epochs`.
         exception: When an exception leaves the `with` block, save the last complete step, if nothing has changed since
-            on any rank; otherwise ckpt logs why not. Costs the time to capture the state, after every step.
-        failures_per_node_day: For `time="auto"`: how often a node fails in a day, until the run has seen enough
-            failures of its own. None: `CKPT_FAILURES_PER_NODE_DAY`, else 0.0065, which is published.
+            on any rank; otherwise ckpt logs why not. This option costs the time to capture the state, after every step.
+        failures_per_node_day: For `time="auto"`: the number of failures per node per day, until the run has seen enough
+            failures of its own. None: `CKPT_FAILURES_PER_NODE_DAY` if set, otherwise 0.0065, a published rate.
     """
 
     steps: Steps | None = None
@@ -113,22 +113,22 @@ class SaveOptions(Options):
     Args:
         layout: "auto" saves sharded state as shards, each rank its own, and everything else once; "full" gathers
             everything into full files; "sharded" also divides replicated state among the ranks.
-        gradients: Save gradients too, so that a save in the middle of an accumulation window resumes exactly; None: if
-            such a window is open, or an accelerator accumulates.
-        background: Write checkpoints while training continues, unless a save says otherwise.
-        when_busy: If another save is still being written: "wait" for it, "skip" the new one, or "replace": the new one
-            waits in memory, and the next one replaces it if its turn has not come by then.
-        host_memory: Limit for the staging buffer, as `"8GB"` or in bytes; if that is too small, training waits until a
-            checkpoint is written.
-        device_memory: Limit for a snapshot on each device until it is fetched, 0 for none; None: the memory that
-            training has never needed, less a reserve.
-        read_back: After the commit in a local root, read the checkpoint back from the disk in the background. That
-            proves it, and a restart on this machine then reads it from memory. None: if a rank has 16 MB or more and
-            memory is plentiful, but not on network filesystems.
-        sha256: Record a SHA-256 of every block besides the hashes that find damage, for policies that demand it; signed
-            checkpoints always have it.
+        gradients: Save gradients too, so that a save in the middle of an accumulation window resumes exactly; None:
+            save them if such a window is open, or if an accelerator accumulates.
+        background: Write checkpoints while training continues, unless `save_state(wait=...)` says otherwise.
+        when_busy: If another save is still being written: "wait" for it, "skip" the new one, or "replace": the new save
+            waits in memory, and the next save replaces it if ckpt has not begun to write it by then.
+        host_memory: The limit for the staging buffer, as `"8GB"` or in bytes; if the limit is too small, training waits
+            until a checkpoint is written.
+        device_memory: The limit for the snapshot that each device holds until ckpt has fetched it, 0 for no snapshot;
+            None: the memory that training has never needed, less a reserve.
+        read_back: After the commit in a local root, read the checkpoint back from the disk in the background. This
+            proves that the checkpoint is intact, and a restart on this machine then reads it from memory. None: read it
+            back if a rank has 16 MB or more and memory is plentiful, but not on network filesystems.
+        sha256: Record a SHA-256 of every block in addition to the hashes that find damage, for policies that require
+            it; signed checkpoints always have it.
         on_nan: If parameters are NaN or infinite before a save: "raise" an error, "skip" the save, or "warn" and save;
-            None does not check. Each rank checks on the device, and all do the same.
+            None does not check. Each rank checks on its device, and all ranks then do the same.
     """
 
     layout: Annotated[str, one_of(*LAYOUTS)] = "auto"
@@ -162,21 +162,22 @@ class RankOptions(Options):
 
     Args:
         timeout: Seconds to wait for a rank that gives no sign of life.
-        shared: All hosts see the same root; None: ckpt finds out if the launcher started several hosts. If hosts do not
-            share it, each keeps what its ranks save in its own root and loads it from there; it reads what it lacks
-            from the mirror.
-        broadcast: When loading, one rank of a host reads and passes the bytes on to the others; None: if the root is
-            remote.
+        shared: All hosts see the same root; None: if the launcher started several hosts, ckpt finds out whether they
+            share it. If hosts do not share the root, each host keeps what its ranks save in its own root and loads it
+            from there; it reads whatever it lacks from the mirror.
+        broadcast: When loading, one rank per host reads the files and passes the bytes on to the others; None: only if
+            the root is remote.
         handle_sigterm: Save and stop on SIGTERM.
         handle_sigint: Save and stop on Ctrl-C; a second Ctrl-C interrupts at once.
         save_on_sigusr1: Save and continue when any rank gets SIGUSR1, which SLURM sends before the time is up; ckpt
             saves after one of the next steps.
-        grace: Seconds for the last save after SIGTERM or Ctrl-C; then the process ends without it.
-        alone: This process is a separate run with its own root, whatever other processes its launcher started or its
-            group has.
+        grace: The seconds that the last save may take after SIGTERM or Ctrl-C; after that, the process ends without the
+            save.
+        alone: This process is a separate run with its own root, regardless of other processes that its launcher started
+            or that are in its group.
         process_group: The ranks that share this state, if not all ranks of the job do: for example, one of several
-            models that train side by side. Only these ranks build the manager, with its own root, and are numbered from
-            0 there.
+            models that train side by side. Only these ranks build the manager, with its own root, and ckpt numbers them
+            from 0.
     """
 
     timeout: Seconds = 300.0
@@ -220,15 +221,15 @@ class Mirror(Options):
 
         StateManager("runs/x", mirror=ckpt.Mirror("s3://bucket/x", keep=ckpt.Keep(last=10), bandwidth="50MB"), ...)
 
-    If the root has no intact checkpoint at the start, the mirror may have one: ckpt waits for the mirror for as long as
-    its storage keeps trying. After SIGTERM, `close` waits at most 5 s for copies, and never longer than `grace`. The
-    next run copies the checkpoints that are still missing.
+    If the root has no intact checkpoint at the start, the mirror may have one, so ckpt waits for the mirror until the
+    mirror's storage stops retrying. After SIGTERM, `close` waits at most 5 s for copies, and never longer than `grace`.
+    The next run copies the checkpoints that are still missing.
 
     Args:
         url: A path, a URL or a storage.
-        keep: Rules for which checkpoints to keep there; None: as in the root.
-        bandwidth: Limit in bytes per second, also as `"50MB"`.
-        backlog: How many checkpoints may wait for their copy; ckpt skips older ones.
+        keep: Rules for which checkpoints to keep in the mirror; None: the same as in the root.
+        bandwidth: The limit in bytes per second, as a number or as `"50MB"`.
+        backlog: How many checkpoints may wait to be copied; ckpt skips older ones.
         at_start: Seconds to wait for a silent remote mirror at the start (building the manager, `resume`); ckpt always
             waits for a mirror that answers.
         at_end: Seconds to wait for a silent remote mirror at the end.
@@ -237,7 +238,7 @@ class Mirror(Options):
 
     url: Place
     keep: _Keep | None = None
-    bandwidth: Annotated[float | str, Must(is_rate, "bytes per second, as '50MB'")] | None = None
+    bandwidth: Annotated[float | str, Must(is_rate, "bytes per second, such as '50MB'")] | None = None
     backlog: Annotated[int, Must(is_count, "a number of checkpoints, 1 or more")] = 2
     at_start: Seconds = AT_START
     at_end: Seconds = AT_END
@@ -292,10 +293,10 @@ class Signing(Options):
         key: An Ed25519 private key (path or text of a PEM file) that signs every checkpoint. None: the key in
             `CKPT_SIGN_KEY`, if set. True: the same, but it must be set. False: don't sign.
         verify_key: Public keys to trust besides the run's own; None: the keys in `CKPT_VERIFY_KEY`.
-        required: Refuse checkpoints that none of these keys has signed; `resume` skips them like damaged ones. A run,
-            as `RUN` or `RUN:NUMBER`: refuse other runs too, and checkpoints below that number.
-        head: A file in which the manager remembers its run and its newest checkpoint. `resume` then takes nothing
-            older, and never starts from scratch. Keep it where nobody else can write. Implies `required`.
+        required: Refuse checkpoints that none of these keys has signed; `resume` skips them like damaged ones. If you
+            name a run, as `RUN` or `RUN:NUMBER`, ckpt also refuses other runs, and checkpoints below that number.
+        head: A file in which the manager records its run and its newest checkpoint. `resume` then loads nothing older,
+            and never starts from scratch. Keep the file where nobody else can write. Implies `required`.
     """
 
     key: _PrivateKey | None = field(default=None, repr=False)
@@ -320,7 +321,7 @@ class ManagerOptions(Options):
     called = "StateManager"
 
     root: Place | None = None
-    save_every: Annotated[Every, _a(Every, f"{_STEPS}, a time, as '10min', '90s' or '2h', 'auto'")] = Every()
+    save_every: Annotated[Every, _a(Every, f"{_STEPS}, a time such as '10min', '90s' or '2h', 'auto'")] = Every()
     keep: _Keep | None = None
     mirror: Annotated[Mirror, _a(Mirror, "a path, a URL, a storage")] | None = None
     storage_options: Settings | None = field(default=None, repr=False)

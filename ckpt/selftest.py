@@ -53,7 +53,7 @@ _REDIRECTED = (
     "path: {root} in an argument stands for it, as in --output_dir {root}."
 )
 _HINTS = {
-    "nondeterministic": "Two runs without any kill differ already. Seed what is random (torch, NumPy, random), and use "
+    "nondeterministic": "Even two runs without a kill differ. Seed what is random (torch, NumPy, random), and use "
     "torch.use_deterministic_algorithms(True).",
     "fresh start": "Iterate over manager.epochs() and batches(), or call manager.resume() before the loop.",
     "optimizer": "A count that decides which optimizer steps starts at 0 again: write manager.enumerate(loader), not "
@@ -327,7 +327,7 @@ def _compare(straight: Mapping[str, Any], killed: Mapping[str, Any]) -> tuple[st
             names = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
             return what, few(names, _NAMED)
         if what == "batches":
-            return what, "the loop got other data than in the straight run"
+            return what, "the loop got different data than in the straight run"
         return what, f"{found}, {expected} straight"
     return None
 

@@ -416,7 +416,7 @@ class Session:
 
     def step(self, metrics: _Metrics = None) -> None:
         """Count a step of training. If a save or a stop is due, it happens when the iteration ends, or now if ckpt
-        can't see the end."""
+        can't tell when it ends."""
         ready = self.due.started and self.saver.owner.is_here
         if not ready or self.loop.is_released or self.loader.half_loaded is not None:
             self._refuse_step()

@@ -43,11 +43,11 @@ def assert_exact_resume(
             its checkpoints. A script's managers save into temporary roots.
         *arguments: Arguments of the script; `"{root}"` stands for the temporary root, for scripts that use the folder
             themselves.
-        processes: How many processes; more than one run under torchrun.
-        kills: How often to kill it.
+        processes: The number of processes; if there are several, they run under torchrun.
+        kills: How often to kill the program.
         save_every: Steps between saves, instead of the program's own setting.
-        seed: Chooses the steps after which to kill it.
-        timeout: Seconds for each process.
+        seed: The seed that chooses the steps after which to kill the program.
+        timeout: The seconds that each process may take.
 
     Returns:
         The results of the comparison.
@@ -78,8 +78,8 @@ def _target(program: str | Path | Callable[[str], object], arguments: tuple[str,
     name = getattr(program, "__qualname__", "")
     if not name.isidentifier():
         raise ConfigError(
-            f"ckpt can't start {program!r} in another process. Give the path of a script, or a function that takes the "
-            "root and is at the top level of a file."
+            f"ckpt can't start {program!r} in another process. Give the path of a script, or a function "
+            "that takes the root and is defined at the top level of a file."
         )
     if arguments:
         raise ConfigError(

@@ -23,7 +23,7 @@ def check_name(name: str) -> str:
     """Refuse a name that is not a single path segment: it becomes a folder below the root, and must not lead out."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name:
         raise ConfigError(
-            f"{name!r} cannot name a checkpoint: use letters, digits and . _ - + = @, starting with a letter, a digit "
-            "or '_', without '..' or '/'. For another folder, give StateManager another root."
+            f"{name!r} is not a valid checkpoint name: use letters, digits and . _ - + = @, start with a letter, a "
+            "digit or '_', and don't use '..' or '/'. For another folder, give StateManager another root."
         )
     return name

@@ -360,12 +360,12 @@ def layout_from_json(fields: Mapping[str, Any], world_size: int | None = None) -
     mesh, ranks, placements = checked_sizes(fields["mesh"]), checked_sizes(fields["ranks"]), tuple(fields["placements"])
     if not ranks or math.prod(mesh) != len(ranks) or len(set(ranks)) != len(ranks):
         raise ValueError(
-            f"a mesh of {'x'.join(map(str, mesh))} lists {len(ranks)} ranks, {len(set(ranks))} of them different"
+            f"a mesh of {'x'.join(map(str, mesh))} lists {len(ranks)} ranks, {len(set(ranks))} of them distinct"
         )
     if world_size is not None and max(ranks) >= world_size:
         raise ValueError(f"a mesh contains rank {max(ranks)}, but there were only {world_size} ranks")
     if len(placements) != len(mesh) or not all(map(_PLACEMENT.fullmatch, placements)):
-        raise ValueError(f"{list(placements)} can't be placements on a mesh of {len(mesh)} dimensions")
+        raise ValueError(f"{list(placements)} are not valid placements on a mesh of {len(mesh)} dimensions")
     return interned(Layout(mesh, ranks, placements))
 
 

@@ -115,17 +115,17 @@ def _by_folder(files: Iterable[str]) -> dict[str, list[str]]:
 CKPT = Format(
     "ckpt",
     "ckpt",
-    "a checkpoint of ckpt (with manifest.json)",
+    "a ckpt checkpoint (with manifest.json)",
     _checkpoint,
     # a manifest lists all files of its checkpoint: whatever else lies there is no part of it
     ("root", "dcp", "accelerate", "trainer", "deepspeed", "megatron", "hf", "peft"),
     is_written=True,
 )
-ROOT = Format("root", "ckpt", "a root with checkpoints of ckpt", _root)
+ROOT = Format("root", "ckpt", "a root with ckpt checkpoints", _root)
 DCP = Format(
     "dcp",
     "torch.distributed.checkpoint",
-    "a folder of torch.distributed.checkpoint (with .metadata, *.distcp)",
+    "a torch.distributed.checkpoint folder (with .metadata, *.distcp)",
     _named(r"\.metadata|[^/]+\.distcp"),
     is_written=True,
 )
@@ -140,7 +140,7 @@ ACCELERATE = Format(
 TRAINER = Format(
     "trainer",
     "the Trainer of Transformers",
-    "a checkpoint of the Trainer (with trainer_state.json)",
+    "a Trainer checkpoint (with trainer_state.json)",
     _named(r"trainer_state\.json"),
     ("accelerate", "deepspeed", "hf", "peft"),
 )
@@ -166,10 +166,10 @@ HF = Format(
     is_written=True,
 )
 PEFT = Format(
-    "peft", "PEFT", "an adapter of PEFT (with adapter_model.safetensors)", _named(rf"{ADAPTER}[^/]*{re.escape(SUFFIX)}")
+    "peft", "PEFT", "a PEFT adapter (with adapter_model.safetensors)", _named(rf"{ADAPTER}[^/]*{re.escape(SUFFIX)}")
 )
-TORCH = Format("torch", "torch.save", "a file of torch.save", is_written=True)
-LIGHTNING = Format("lightning", "Lightning", "a file of Lightning (.ckpt)", is_written=True)
+TORCH = Format("torch", "torch.save", "a torch.save file", is_written=True)
+LIGHTNING = Format("lightning", "Lightning", "a Lightning file (.ckpt)", is_written=True)
 FORMATS = (CKPT, ROOT, HF, PEFT, DCP, ACCELERATE, TRAINER, DEEPSPEED, MEGATRON, TORCH, LIGHTNING)
 WRITTEN = tuple(each.name for each in FORMATS if each.is_written)
 KNOWN = ", ".join(each.looks for each in FORMATS)

@@ -300,6 +300,6 @@ def below(key: str, prefix: str) -> bool:
 def changed(where: str) -> ConflictError:
     """The error of a write that finds another version than the one it may replace."""
     return ConflictError(
-        f"{where} has changed: somebody else has written it meanwhile, and ckpt keeps their version. Make sure that "
+        f"{where} has changed: somebody else wrote it in the meantime, and ckpt keeps their version. Make sure that "
         "only one run writes there."
     )

@@ -493,7 +493,7 @@ class ReadOnlyStorage:
                     )
         if key not in self._sizes and copy.tell() > _MOST_WITHOUT_LENGTH:
             raise StorageError(
-                f"could not read {self._where(key)}: the server does not say how long it is, and sent more than "
+                f"could not read {self._where(key)}: the server does not say how long the file is, and sent more than "
                 f"{_MOST_WITHOUT_LENGTH >> 30} GiB."
             )
         copy.seek(0)

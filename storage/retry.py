@@ -167,7 +167,9 @@ class Requests:
             tries, pause = retries.tries, retries.next_pause(reached=self._reached, asked=asked)
             self._problem = str(problem)
             if pause is not None and asked:
-                _log.warning("the server asked to wait; trying %s again in %.1f s: %s", self._where, pause, problem)
+                _log.warning(
+                    "the server asked ckpt to wait; trying %s again in %.1f s: %s", self._where, pause, problem
+                )
             if pause is None or stopped.wait(pause):
                 self._refuse_given_up()
                 raise TransientError(f"{problem} Tried {tries} times.")

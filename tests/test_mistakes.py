@@ -149,8 +149,8 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
     "an object whose error has several lines": (on(_of_many_lines), "first line second line"),
     "a root below a file": (lambda root: ckpt.StateManager(_file(root) / "x"), "cannot be created"),
     "a step that was not saved": (on(lambda manager: manager.load_state(10)), "There are: step-00000001"),
-    "a name that leads out": (on(lambda manager: manager.save_state("../x")), "cannot name a checkpoint"),
-    "a name with a slash": (on(lambda manager: manager.save_state("a/b")), "cannot name a checkpoint"),
+    "a name that leads out": (on(lambda manager: manager.save_state("../x")), "is not a valid checkpoint name"),
+    "a name with a slash": (on(lambda manager: manager.save_state("a/b")), "is not a valid checkpoint name"),
     "no checkpoint at all": (lambda root: Script().manager(root).load_state(), "resume() would start from scratch"),
     "metrics that are a number": (on(lambda manager: manager.step(3)), "a dict that maps names to numbers"),  # type: ignore[arg-type]
     "metrics that are text": (
@@ -167,7 +167,10 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
     "epochs that are a list": (on(lambda manager: next(manager.epochs([1, 2]))), "the total number of epochs"),  # type: ignore[arg-type]
     "batches of a number": (on(lambda manager: manager.batches(3)), "batches"),  # type: ignore[arg-type]
     "an object without state": (on(lambda manager: manager.register(x=object())), "no state_dict"),
-    "a name that is taken": (on(lambda manager: manager.register(model=nn.Linear(1, 1))), "such a part already"),
+    "a name that is taken": (
+        on(lambda manager: manager.register(model=nn.Linear(1, 1))),
+        "a part of that name already exists",
+    ),
     "a value that is an object": (on(lambda manager: manager.values.update(x=object())), "register(name=object)"),
     "every zeroth step": (on(lambda manager: manager.every(0)), "a number of steps"),
     "another shape": (of_other_objects(rows(1, 3), rows(1, 4)), "shape [4, 4] in the checkpoint, [3, 3] here"),
@@ -197,19 +200,22 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
     "options for a local folder": (make(storage_options={"key": "x"}), "accepts no storage_options, but you gave key"),
     "nothing to save": (lambda root: make()(root).save_state("a", wait=True), "there is nothing to save"),
     "a list of no models": (lambda root: make(model=[])(root).save_state("a"), "there is nothing to save"),
-    "a scheduler as the optimizer": (make(optimizer=scheduler()), "optimizer is a StepLR, which is no optimizer"),
+    "a scheduler as the optimizer": (
+        make(optimizer=scheduler()),
+        "optimizer is a StepLR, which is not a valid optimizer",
+    ),
     "an optimizer as the scheduler": (
         make(scheduler=Script().optimizer),
-        "scheduler is a AdamW, which is no scheduler",
+        "scheduler is a AdamW, which is not a valid scheduler",
     ),
     "a scaler that is switched on": (make(scaler=True), "scaler is a bool"),
-    "a model under a name with a slash": (make(model={"a/b": nn.Linear(2, 2)}), "cannot name a part"),
+    "a model under a name with a slash": (make(model={"a/b": nn.Linear(2, 2)}), "is not a valid part name"),
     "a dict in place of Keep": (make(keep={"last": 3}), "must be a ckpt.Keep"),
     "a number in place of SaveOptions": (make(saving=3), "must be a ckpt.SaveOptions"),
     "a number in place of RankOptions": (make(ranks=4), "must be a ckpt.RankOptions"),
     "a number in place of a mirror": (make(mirror=3), "must be a path, a URL, a storage, or a ckpt.Mirror"),
     "a mirror that is the root": (lambda root: make(mirror=root / "run")(root), "is the same place as the root"),
-    "a time that is none": (make(save_every="10 parsecs"), "as '10min', '90s' or '2h'"),
+    "a time that is none": (make(save_every="10 parsecs"), "such as '10min', '90s' or '2h'"),
     "half a step": (make(save_every=1.5), "a number of steps"),
     "a switch in place of steps": (make(save_every=True), "a number of steps"),
     "no steps between snapshots": (make(memory=0), "memory=0 must be"),
@@ -217,9 +223,9 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
     "the best of nothing": (lambda root: ckpt.Keep(best=1), 'needs metric="..."'),
     "the best in no order": (lambda root: ckpt.Keep(best=1, metric="x", mode="maximum"), "one of min, max"),
     "a layout that is none": (lambda root: ckpt.SaveOptions(layout="half"), "one of auto, full, sharded"),
-    "a name that is empty": (on(lambda manager: manager.save_state("")), "cannot name a checkpoint"),
-    "a name that is hidden": (on(lambda manager: manager.save_state(".x")), "cannot name a checkpoint"),
-    "a step before the first": (on(lambda manager: manager.load_state(-1)), "cannot name a checkpoint"),
+    "a name that is empty": (on(lambda manager: manager.save_state("")), "is not a valid checkpoint name"),
+    "a name that is hidden": (on(lambda manager: manager.save_state(".x")), "is not a valid checkpoint name"),
+    "a step before the first": (on(lambda manager: manager.load_state(-1)), "is not a valid checkpoint name"),
     "the latest by a name": (
         on(lambda manager: manager.load_state("latest")),
         "To load the newest one, leave out the name",
@@ -233,7 +239,7 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
     "a tensor to register": (on(lambda manager: manager.register(t=torch.ones(2))), "has no state_dict"),
     "a name to register with a slash": (
         on(lambda manager: manager.register(**{"a/b": nn.Linear(1, 1)})),
-        "a/b: cannot name a part",
+        "a/b: this is not a valid part name",
     ),
     "a value that is a tensor": (on(lambda manager: manager.values.update(x=torch.ones(2))), "contains a Tensor"),
     "a value without a name": (
@@ -257,7 +263,7 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
         "needs a path or a URL as its source",
     ),
     "a model from nowhere": (lambda root: ckpt.load_model(root / "no", nn.Linear(2, 2)), "there is nothing at"),
-    "a merge into a folder": (on(lambda manager: ckpt.merge(manager.url, manager.url)), "Name a file in it"),
+    "a merge into a folder": (on(lambda manager: ckpt.merge(manager.url, manager.url)), "Name a file in that folder"),
     "a merge from nowhere": (lambda root: ckpt.merge(root / "no", "x.safetensors"), "there is nothing at"),
     "a conversion to what is none": (on(lambda manager: ckpt.convert(manager.url, "x", to="onnx")), "is not a format"),
     "to verify nothing": (lambda root: ckpt.verify(root), "neither a root nor a checkpoint"),

@@ -29,7 +29,7 @@ COMMANDS = {
     "ls": "List the checkpoints in ROOT, newest first.",
     "memory": "List or remove the snapshots that runs keep in this machine's memory.",
     "merge": "Merge the checkpoint at SOURCE into one safetensors file, DESTINATION.",
-    "plan": "Show what it costs to save every so often, and which interval loses least.",
+    "plan": "Show what saving costs at different intervals, and which interval loses the least time.",
     "prune": "Remove old checkpoints and the leftovers of crashed saves from ROOT.",
     "pull": "Copy a checkpoint, a root or other files from SOURCE to DESTINATION, and verify the copy.",
     "push": "Publish the model of the checkpoint at SOURCE as REPO_ID on the Hub.",

@@ -66,9 +66,7 @@ def with_trust(command: Callable[..., None]) -> Callable[..., None]:
     @click.option(
         "--key", metavar="PATH", help="Refuse checkpoints that this key (PEM, public or private) has not signed."
     )
-    @click.option(
-        "--run", metavar="RUN[:NUMBER]", help="Refuse checkpoints of other runs, and those with a number below NUMBER."
-    )
+    @click.option("--run", metavar="RUN[:NUMBER]", help="Refuse checkpoints from other runs, or numbered below NUMBER.")
     @wraps(command)
     def trusting(*given: Any, key: str | None, run: str | None, **options: Any) -> None:
         command(*given, verify_key=key, require_signed=run or key is not None, **options)

@@ -1,4 +1,4 @@
-"""`ckpt plan`: what saving every so often costs a run, in waiting and in lost work, and what loses least."""
+"""`ckpt plan`: what saving costs a run at different intervals, in waiting and in lost work, and what loses least."""
 
 from __future__ import annotations
 
@@ -79,26 +79,30 @@ _POSITIVE = click.FloatRange(min=0, min_open=True, max=1e9)
 
 @click.command()
 @click.argument("root", required=False, shell_complete=checkpoint_or_path)
-@click.option("--state", callback=_size, metavar="SIZE", help="Size of a checkpoint, such as 15GB.")
-@click.option("--disk", callback=_size, metavar="RATE", help="What all nodes together can write: 1.5GB/s.")
-@click.option("--save", type=_POSITIVE, metavar="SECONDS", help="What a save costs training. [default: 0.05]")
-@click.option("--step", type=_POSITIVE, metavar="SECONDS", help="Time of a training step, for snapshots in memory.")
-@click.option("--restart", type=_POSITIVE, metavar="SECONDS", help="From a failure to the next step. [default: 180]")
-@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Machines of the job.")
+@click.option("--state", callback=_size, metavar="SIZE", help="The size of a checkpoint, such as 15GB.")
+@click.option("--disk", callback=_size, metavar="RATE", help="The write speed of all nodes together: 1.5GB/s.")
+@click.option("--save", type=_POSITIVE, metavar="SECONDS", help="The training time that a save costs. [default: 0.05]")
+@click.option(
+    "--step", type=_POSITIVE, metavar="SECONDS", help="The duration of a training step, for snapshots in memory."
+)
+@click.option(
+    "--restart", type=_POSITIVE, metavar="SECONDS", help="The time from a failure to the next step. [default: 180]"
+)  # fmt: skip
+@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="The number of nodes.")
 @click.option(
     "--failures", type=_POSITIVE, metavar="R",
-    help="Failures of a node in a day. By default, the rate of the run in ROOT after three failures, else "
-    "CKPT_FAILURES_PER_NODE_DAY, else the published 0.0065.",
+    help="The number of failures per node per day. By default, plan uses the rate of the run in ROOT if that run has "
+    "failed three times, otherwise CKPT_FAILURES_PER_NODE_DAY, otherwise the published 0.0065.",
 )  # fmt: skip
 @click.option(
     "--lost-machines", type=click.FloatRange(0, 1), default=0.5, show_default=True,
-    help="Share of failures that lose a machine and its memory.",
+    help="The share of failures that lose a machine and its memory.",
 )  # fmt: skip
 def plan(
     root: str | None, state: int | None, disk: int | None, save: float | None, step: float | None,
     restart: float | None, nodes: int, failures: float | None, lost_machines: float,
 ) -> None:  # fmt: skip
-    """Show what it costs to save every so often, and which interval loses least.
+    """Show what saving costs at different intervals, and which interval loses the least time.
 
     With ROOT, plan uses what the run has measured: what saves cost, how long they take, and how often the run
     failed. Options override these measurements. Without ROOT, give --state and --disk.
@@ -149,4 +153,4 @@ def _show(job: Job, size: int, source: str) -> None:
     for line in format_table(_COLUMNS, rows, _COLUMNS[1:-1]):
         echo(line)
     if job.every < DAY and not job.step:
-        echo("It fails every day: give --step to see what snapshots in memory would change.")
+        echo("At this rate, the job fails every day: give --step to see what snapshots in memory would change.")

@@ -43,12 +43,16 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
     "--keep-every", "every", type=int, metavar="STEPS", help="Also keep checkpoints whose step is a multiple of STEPS."
 )
 @click.option(
-    "--grace", callback=_seconds, default="24h", show_default=True, help="Keep leftovers that are younger than this."
+    "--grace",
+    callback=_seconds,
+    default="24h",
+    show_default=True,
+    help="Keep leftovers that are younger than this duration.",
 )
 @click.option(
     "--verify/--no-verify", default=True, show_default=True, help="First verify every byte of the newest checkpoint."
 )
-@click.option("--squash", is_flag=True, help="On the Hub, also remove old commits, whose files take space.")
+@click.option("--squash", is_flag=True, help="On the Hub, also remove old commits, whose files take up space.")
 @click.option("--dry-run", is_flag=True, help="Only show what prune would remove.")
 @click.option("-y", "--yes", is_flag=True, help="Don't ask.")
 def prune(
@@ -57,7 +61,7 @@ def prune(
     """Remove old checkpoints and the leftovers of crashed saves from ROOT.
 
     Without a --keep option, prune keeps all checkpoints, and removes only leftovers: files and uploads of saves that a
-    crash cut off longer ago than --grace. Prune never removes the newest intact checkpoint, or one that a process is
+    crash interrupted more than --grace ago. Prune never removes the newest intact checkpoint, or one that a process is
     reading.
 
     Prune shows you what it would remove, and asks before it removes anything. In a script or a cron job, where nobody

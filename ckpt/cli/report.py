@@ -33,19 +33,20 @@ def _modes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
     "--format",
     "kind",
     type=click.Choice([HTML, MARKDOWN]),
-    help="The format of the page, if the file's suffix doesn't show it.",
+    help="The format of the page, if it isn't clear from the file's suffix.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a list of JSON objects for other programs to read.")
 @click.option(
     "--best", "modes", multiple=True, callback=_modes, metavar="METRIC=min|max",
-    help="Whether low or high values of a metric are best, if its name doesn't show it. You can repeat this option.",
+    help="Whether low or high values of a metric are best, if its name doesn't make that clear. You can repeat this "
+    "option.",
 )  # fmt: skip
 def report(roots: tuple[str, ...], output: Path | None, kind: str | None, as_json: bool, modes: dict[str, str]) -> None:
     """Print how the run in ROOTS went, or write it to an HTML or Markdown page.
 
-    The report says whether the run is healthy, what its time went to, how each attempt ended and what it cost, and
-    which checkpoints it skipped. It shows the metrics of every step. Give several roots to compare their runs. The
-    report reads only manifests, the history of the root, and the sizes of files.
+    The report says whether the run is healthy, where its time went, how each attempt ended and what it cost, and which
+    checkpoints it skipped. The report also shows the metrics of every step. Give several roots to compare their runs.
+    The report reads only manifests, the history of the root, and the sizes of files.
 
     The HTML page is a single file without scripts, and loads no other files.
 
@@ -55,7 +56,7 @@ def report(roots: tuple[str, ...], output: Path | None, kind: str | None, as_jso
     ckpt report runs/a runs/b -o compared.html
     """
     if len(roots) > MOST_RUNS:
-        raise ConfigError(f"a report compares {MOST_RUNS} runs at most, not {len(roots)}.")
+        raise ConfigError(f"a report compares at most {MOST_RUNS} runs, not {len(roots)}.")
     runs = list({run.url: run for run in map(gather, roots)}.values())
     metrics = list(dict.fromkeys(name for run in runs for name in run.curves))
     if unknown := modes.keys() - set(metrics):

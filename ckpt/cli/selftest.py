@@ -25,9 +25,7 @@ import click
 @click.option(
     "--seed", default=0, show_default=True, help="The seed that chooses the steps after which to kill the script."
 )
-@click.option(
-    "--timeout", default=600.0, show_default=True, help="The longest time that each process may take, in seconds."
-)
+@click.option("--timeout", default=600.0, show_default=True, help="The time limit for each process, in seconds.")
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def selftest(script: str, **options: Any) -> None:

@@ -60,10 +60,10 @@ _SECONDS = {"blocked": "training waited {:.2f} s", "total": "durable after {:.2f
 def show(source: str, tensors: bool, as_json: bool, verify_key: str | None, require_signed: bool | str) -> None:
     """Show what is in SOURCE: parts, tensors, progress and files.
 
-    SOURCE is the path or URL of a checkpoint, or of anything else that 'ckpt merge' reads. A root stands for its newest
-    intact checkpoint. Show reads the manifest and the headers of files, but no tensors, and executes no pickles.
-    Tensors whose names differ only in a number share a line if they have the same dtype and shape. The command exits
-    with status 1 if files are missing or too short.
+    SOURCE is the path or URL of a checkpoint, or of anything else that 'ckpt merge' reads. If SOURCE is a root, the
+    command shows its newest intact checkpoint. The command reads the manifest and the headers of files, but no tensors,
+    and executes no pickles. Tensors whose names differ only in a number share a line if they have the same dtype and
+    shape. The command exits with status 1 if files are missing or too short.
 
     \b
     ckpt show runs/mrpc

@@ -29,10 +29,10 @@ Examples:
 def convert(source: str, destination: str, **options: Any) -> None:
     """Convert a checkpoint between formats, and list what the new format can't hold.
 
-    SOURCE is a checkpoint of ckpt, Accelerate, DeepSpeed, Lightning, Megatron-Core, the Trainer or
-    torch.distributed.checkpoint, or a torch.save or safetensors file. ckpt recognises the format. A ckpt root stands
-    for its newest checkpoint. DESTINATION is a root for --to ckpt, a new file for --to torch and --to lightning, and
-    otherwise a new folder."""
+    SOURCE is a checkpoint from ckpt, Accelerate, DeepSpeed, Lightning, Megatron-Core, the Trainer or
+    torch.distributed.checkpoint, or a torch.save or safetensors file. ckpt recognises the format. If SOURCE is a ckpt
+    root, convert takes its newest checkpoint. DESTINATION is a root for --to ckpt, a new file for --to torch and --to
+    lightning, and otherwise a new folder."""
     from ckpt.tools.convert import convert
 
     echo(str(convert(source, destination, **options)))
@@ -50,8 +50,8 @@ def merge(source: str, destination: str, **options: Any) -> None:
     """Merge the checkpoint at SOURCE into one safetensors file, DESTINATION.
 
     SOURCE is a ckpt checkpoint, a torch.distributed.checkpoint folder, an FSDP folder from Accelerate, a DeepSpeed save
-    (merge takes its master weights), or a safetensors, torch.save or Lightning file. A ckpt root stands for its newest
-    checkpoint.
+    (merge takes its master weights), or a safetensors, torch.save or Lightning file. If SOURCE is a ckpt root, merge
+    takes its newest checkpoint.
 
     \b
     ckpt merge runs/mrpc/step-00001000 model.safetensors
@@ -76,8 +76,8 @@ def pull(source: str, destination: str, **options: Any) -> None:
     SOURCE is a repository on the Hub (user/repo, or hub://user/repo@revision/path for a part of it), another URL
     (s3://bucket/run), a folder or a file. From a root, pull copies all checkpoints. DESTINATION is a folder or a URL. A
     checkpoint becomes a folder below DESTINATION, and a run can resume from it. Pull leaves other files in DESTINATION
-    unchanged. Without a network, pull reads files of the Hub from Hugging Face's cache. Pull takes the Hub token from
-    HF_TOKEN or 'hf auth login'.
+    unchanged. Without a network, pull reads Hub files from Hugging Face's cache. Pull takes the Hub token from HF_TOKEN
+    or 'hf auth login'.
 
     \b
     ckpt pull s3://bucket/mrpc runs/mrpc
@@ -121,9 +121,10 @@ def pull(source: str, destination: str, **options: Any) -> None:
 def push(source: str, repo_id: str, license: str | None, card: bool, **options: Any) -> None:
     """Publish the model of the checkpoint at SOURCE as REPO_ID on the Hub.
 
-    SOURCE is a ckpt checkpoint, sharded or not, or anything else that 'ckpt merge' reads. A ckpt root stands for its
-    newest checkpoint. REPO_ID is user/name. If the repository does not exist, push creates it. Push makes one commit,
-    and uploads only files that the Hub doesn't have. Push takes the Hub token from HF_TOKEN or 'hf auth login'.
+    SOURCE is a ckpt checkpoint, sharded or not, or anything else that 'ckpt merge' reads. If SOURCE is a ckpt root,
+    push takes its newest checkpoint. REPO_ID is user/name. If the repository does not exist, push creates it. Push
+    makes one commit, and uploads only files that the Hub doesn't have. Push takes the Hub token from HF_TOKEN or 'hf
+    auth login'.
 
     \b
     ckpt push runs/mrpc/step-00001000 user/mrpc --beside model --license mit

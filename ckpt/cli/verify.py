@@ -32,12 +32,12 @@ from ckpt.util.console import format_size, one_line
 def verify(url: str, *, repair: bool, sources: tuple[str, ...], as_json: bool, **trusted: Any) -> None:
     """Read every byte of the checkpoint at URL, or of all checkpoints in a root, and verify the hashes.
 
-    Only ckpt checkpoints have hashes, so verify can't check other tools' files. Hashes find damage. Signatures find
+    Only ckpt checkpoints have hashes, so verify can't check other tools' files. Hashes find damage. Signatures reveal
     tampering: to check them, give --key or set CKPT_VERIFY_KEY. With --repair, verify restores a damaged file from any
-    checkpoint that has the same bytes, in this root or in a root that you name with --from.
+    checkpoint that has an intact copy of it, in this root or in a root that you name with --from.
 
     The command exits with status 1 if a checkpoint is damaged or unreadable. A run may use the root at the same time:
-    verify does not count a checkpoint as damaged while a run saves or removes it.
+    verify does not count a checkpoint as damaged while a run is saving or removing it.
 
     \b
     ckpt verify runs/mrpc/step-00001000
@@ -109,7 +109,7 @@ def _about(storage: Storage, found: Verification) -> str:
     if found.state == verifying.REMOVED:
         return "by retention, or by hand, since it was listed"
     if found.state == verifying.UNDER_WAY:
-        return "a process is just saving or removing it: it is not committed"
+        return "a process is saving or removing it right now, so it is not committed"
     if found.manifest is None or found.is_fault:
         return without_name("; ".join(found.problems), found.name)
     others = files_on_other_hosts(storage, found.manifest)

@@ -88,8 +88,8 @@ UNCLAIMED = (
     "position."
 )
 ANOTHER_ORDER = (
-    "the script finds its place in the data itself, and {0} draws another order than before the resume. Use the "
-    "method accelerator.skip_first_batches(loader, n), which ckpt answers."
+    "the script finds its place in the data itself, and {0} draws a different order than before the resume. "
+    "Call accelerator.skip_first_batches(loader, n) instead, which ckpt handles."
 )
 COUNTS_AGAIN = (
     "the run is in epoch {0}, but your script has not asked ckpt for the epoch: a loop that counts epochs from 0 "
@@ -771,7 +771,7 @@ class Loop:
         if self.is_released:
             raise ConfigError(
                 f"you called {call} on a closed StateManager, which no longer follows loaders and optimizers: a save "
-                f"would have the wrong position in the data. Build a new manager for the same objects and root, and "
+                f"would record the wrong position in the data. Build a new manager for the same objects and root, and "
                 f"resume."
             )
 

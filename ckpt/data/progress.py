@@ -136,7 +136,7 @@ class Progress:
 
     Attributes:
         epoch: The current epoch.
-        batch: Batches of this epoch that the loop has got.
+        batch: Batches of this epoch that the loop has received.
         step: Calls of `manager.step()` or, attached to an accelerator, steps of its first optimizer.
         samples: Samples of all ranks, over all epochs.
     """

@@ -175,8 +175,8 @@ class RemainingIndices:
             return
         if self.consumed is not None and not self.consumed.agrees(consumed):
             self.problem = (
-                f"{type(self.sampler).__name__} gave another order than before the resume, so samples of this epoch "
-                "repeat or are missed. Give the sampler a generator of its own, or a state_dict."
+                f"{type(self.sampler).__name__} gave a different order than before the resume, so samples of this "
+                "epoch repeat or are missed. Give the sampler a generator of its own, or a state_dict."
             )
 
     def __iter__(self) -> Iterator[Any]:

@@ -77,8 +77,8 @@ class EpochPlan:
         if self.same_order or (self.rest is not None and self.rest.problem):
             return "" if self.rest is None else self.rest.problem
         return (
-            f"the sampler of {name} gave another order than before the resume, so samples of this epoch may repeat or "
-            "be missed. Give the sampler a generator of its own, or a state_dict."
+            f"the sampler of {name} gave a different order than before the resume, so samples of this epoch may repeat "
+            "or be missed. Give the sampler a generator of its own, or a state_dict."
         )
 
     def _skip(self, left: Iterator[Any]) -> tuple[int, Iterator[Any]]:

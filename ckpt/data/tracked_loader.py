@@ -289,8 +289,8 @@ def _refuse_state_of_others(keeper: Stateful, state: Any) -> None:
     if isinstance(mine, str) and "world_size" in own and mine not in state:
         saved = ", ".join(str(key) for key in state if key != "world_size")
         raise StateError(
-            f"{type(keeper).__name__} reads the data of {mine}, but this rank saved the position of {saved}: the mesh "
-            "divides the ranks in another way. Resume with the mesh dimensions of the saved run, or leave out "
+            f"{type(keeper).__name__} reads the data of {mine}, but this rank saved the position of {saved}: this "
+            "run's mesh divides the ranks differently. Resume with the mesh dimensions of the saved run, or leave out "
             "dataloader=, which starts the data over."
         )
 
@@ -563,9 +563,9 @@ def mismatch(now: Contents, position: Position, *, found: int, drawn: bool) -> s
         return ""
     where = ", ".join(path or "the batch" for path in different[:3])
     return (
-        f"yielded other data in its replay than before the save (in {where}), so samples of this epoch repeat or are "
-        "missed: its order depends on something that is not restored, such as OS entropy or a global generator. Seed "
-        "it, or give it state_dict and load_state_dict."
+        f"yielded different data in its replay than before the save (in {where}), so samples of this epoch repeat "
+        "or are missed: its order depends on something that is not restored, such as OS entropy or a global "
+        "generator. Seed it, or give it state_dict and load_state_dict."
     )
 
 

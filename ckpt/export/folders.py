@@ -79,7 +79,8 @@ def _refuse_place(final: Path, shown: str, *, over: bool) -> None:
         raise ConfigError(f"{shown} is a link, or is not a folder. Choose another place for the model.")
     if os.path.commonpath([final, os.getcwd()]) == str(final):  # the process would be left in a folder that is gone
         raise ConfigError(
-            f"{shown} is or contains the current folder, so ckpt can't replace it. Name a new folder inside it."
+            f"{shown} is or contains the current folder, so ckpt can't replace it. Name a new folder "
+            "inside the current one."
         )
 
 

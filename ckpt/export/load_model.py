@@ -246,7 +246,7 @@ def with_aliases(names: set[str], live: Mapping[str, Any]) -> set[str]:
 
 
 _log = logging.getLogger("ckpt")
-_NOT_READ = "no tensor: it is not read from there, and left as it is"
+_NOT_READ = "not a tensor: ckpt does not read it, and leaves it unchanged"
 _READ = ("*.safetensors", "*.json", "*.metadata", "*.distcp")  # of a repository, what a model is loaded from
 
 
@@ -284,7 +284,7 @@ def load_model(
         storage_options: For a URL, as for `StateManager`: `{"token": ...}` for the Hub.
         timeout: Seconds that ranks wait for each other.
         verify_key: As in `Signing`: ckpt warns if none of these keys has signed the source.
-        require_signed: As `required` of `Signing`; ckpt then also refuses files without a manifest.
+        require_signed: Like `required` of `Signing`; ckpt then also refuses files without a manifest.
 
     Returns:
         What ckpt skipped, and what differs from the saved state, with the reasons.

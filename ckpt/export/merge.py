@@ -86,7 +86,7 @@ class _Destination:
         text = path_text(destination, "the destination")
         folder, slash, name = text.rpartition("/")
         if not name or os.path.isdir(text):
-            raise ConfigError(f"{text} is a folder. Name a file in it: {text.rstrip('/')}/model{SUFFIX}.")
+            raise ConfigError(f"{text} is a folder. Name a file in that folder: {text.rstrip('/')}/model{SUFFIX}.")
         if not name.endswith(SUFFIX) or folder.endswith(":/"):
             raise ConfigError(f"ckpt can't write to {text}. Name a file in a folder, with the suffix {SUFFIX}.")
         return cls(open_url(folder or slash or ".", options), name)
@@ -99,7 +99,9 @@ class _Destination:
                 f"{self.storage.url} is a checkpoint, and ckpt does not overwrite it. Choose another destination."
             )
         if any(key.startswith(f"{self.name}/") for key in there):
-            raise ConfigError(f"{self._url(self.name)} is a folder. Name a file in it: {self.name}/model{SUFFIX}.")
+            raise ConfigError(
+                f"{self._url(self.name)} is a folder. Name a file in that folder: {self.name}/model{SUFFIX}."
+            )
         in_the_way = [name for name in (self.name, self.name + INDEX_SUFFIX) if name in there and len(files) > 1]
         if in_the_way:
             listed = " and ".join(self._url(name) for name in in_the_way)

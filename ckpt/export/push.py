@@ -246,14 +246,14 @@ def push_to_hub(
         private: Make a new repository private.
         revision: A branch; created if it does not exist.
         commit_message: The commit's message.
-        create_pr: Open a pull request instead; the main branch stays as it is.
+        create_pr: Open a pull request instead, and leave the main branch unchanged.
         token: A token for the Hub; None: `HF_TOKEN` or a login.
         max_shard_size: The largest size of a file, in bytes or as `"5GB"`; a larger model becomes several files.
         dtype: The dtype to cast floating point tensors to.
         card: False for no model card, or a dict for its front matter: `{"license": "apache-2.0"}`.
         tokenizer: A tokenizer to add to the commit.
         processor: A processor to add to the commit.
-        beside: A folder with more files for the commit, such as a tokenizer or a config; its weights are left out.
+        beside: A folder with more files for the commit, such as a tokenizer or a config; ckpt leaves out its weights.
         part: The model to push, if there are several.
         format: The format to push, if a folder has saves in several formats: `"deepspeed"`, `"hf"`.
         storage_options: For a `source` that is a URL, as for the manager.
@@ -266,7 +266,7 @@ def push_to_hub(
 
     Raises:
         UntrustedError: You require a signature, but no trusted key has signed the source.
-        DeniedError: The token is missing, or lacks the right to write there.
+        DeniedError: The token is missing, or has no permission to write there.
         StorageError: The Hub refused the commit; nothing has changed there.
     """
     target = HubTarget.of(repo_id, revision, token, private, commit_message, card, create_pr)
@@ -379,7 +379,7 @@ class Pusher:
         return self._background.busy
 
     def wait(self) -> None:
-        """Block until no push is under way. Raises the error of a failed background push, once."""
+        """Block until no push is under way. If a background push failed, raises its error, but only once."""
         self._background.wait()
 
     def _write_files(

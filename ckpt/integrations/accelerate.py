@@ -158,8 +158,8 @@ def attach(
         accelerator: The accelerator; ckpt replaces its `save_state` and `load_state`.
         root: The place for the checkpoints. You can leave it out if the accelerator's project has a `project_dir`.
         main_process_saves: For scripts that call `save_state` under `if accelerator.is_main_process`. The other ranks
-            join that save before they read their next batch of a prepared loader, or in `wait_for_everyone()`. There,
-            every rank asks the main rank, which costs a request to the store for each batch.
+            join that save before they read their next batch of a prepared loader, or in `wait_for_everyone()`. At these
+            points, every rank asks the main rank, which costs a request to the store for each batch.
         **options: Options of `StateManager`.
     """
     if not isinstance(main_process_saves, bool):

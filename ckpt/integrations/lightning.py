@@ -93,7 +93,7 @@ def warn_of_unknown_order(trainer: Trainer) -> None:
     wrapped = any(isinstance(sampler, DistributedSamplerWrapper) for sampler in samplers)
     if wrapped and trainer.is_global_zero:
         _log.warning(
-            "a resume within an epoch would read the data in another order: Lightning divides a sampler's samples "
+            "a resume within an epoch would read the data in a different order: Lightning divides a sampler's samples "
             "among the ranks, and saves the position but not the order. Give the loader a sampler whose order "
             "depends on seed and epoch: sampler=torch.utils.data.DistributedSampler(dataset).",
         )
@@ -219,7 +219,8 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
 
 
 class CkptGenerators(Callback):  # type: ignore[misc]
-    """Saves every rank's random generators, which Lightning does not save: dropout and shuffling resume exactly.
+    """Saves every rank's random generators, which Lightning does not save, so that dropout and shuffling resume
+    exactly.
 
         Trainer(plugins=[CkptIO()], callbacks=[ModelCheckpoint("checkpoints"), CkptGenerators()])
 

@@ -16,7 +16,7 @@ def export_merged(url: str | os.PathLike[str], model: Any, folder: str | os.Path
         export_merged("runs/lora/step-00001000", get_peft_model(base, config), "merged")
 
     Args:
-        url: A checkpoint, or a root for its newest intact checkpoint.
+        url: A checkpoint; or a root, to take its newest intact checkpoint.
         model: A `PeftModel`, built as for training. ckpt loads the checkpoint's weights into it; the merge then removes
             its adapters.
         folder: The folder to write.

@@ -70,8 +70,9 @@ class TrainerData:
             self._warned = True
             _log.warning(
                 "the training data of this Trainer is a %s, which ckpt can't follow. After a resume, the Trainer "
-                "counts batches to find its place, and random numbers from the global generators differ from those "
-                "of an uninterrupted run for the rest of the epoch. Return a DataLoader from get_train_dataloader.",
+                "counts batches to find its place. For the rest of the epoch, random numbers from the global "
+                "generators then differ from those of an uninterrupted run. Return a DataLoader from "
+                "get_train_dataloader.",
                 type(self._loader).__name__,
             )
 

@@ -89,16 +89,16 @@ class TrainerPart:
             restored.approximated["data"] = (
                 f"a step had {self._batch} samples and has {_samples_in_a_step(self._trainer)} now. Trainer finds its "
                 "place in the data by the number of steps, so samples of this epoch repeat or are missed. Choose "
-                "per_device_train_batch_size and gradient_accumulation_steps so that a step of all ranks has as many "
-                "samples as before"
+                "per_device_train_batch_size and gradient_accumulation_steps so that a step of all ranks has the same "
+                "number of samples as before"
             )
         elif not has_position:
             restored.approximated["data"] = NO_POSITION
         elif self._grouped != _samples_in_a_group(self._trainer):
             restored.approximated["data"] = (
                 f"lengths were grouped for {self._grouped} samples and are for {_samples_in_a_group(self._trainer)} "
-                "now, which is another order: samples of this epoch repeat or are missed. Resume with as many samples "
-                "on each rank"
+                "now, which changes the order: samples of this epoch repeat or are missed. Resume with the same number "
+                "of samples on each rank"
             )
         if "data" in restored.approximated and self._trainer.args.process_index == 0:
             _log.warning("the resumed run is not exact: data: %s", restored.approximated["data"])

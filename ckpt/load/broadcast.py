@@ -116,13 +116,13 @@ class BroadcastGroup:
             raise FollowingError(f"the ranks on this host stopped reading the checkpoint together. {listed}")
         if ended and late:
             raise FollowingError(
-                f"{format_ranks(sorted(ended))} read different bytes than this rank, or read them in another order."
+                f"{format_ranks(sorted(ended))} and this rank read different bytes, or read them in a different order."
             )
         silent = self._ranks.silent([rank for rank in others if rank not in ended], watched)
         if silent:
             raise RanksError(
                 f"while the ranks on this host read a checkpoint together, {format_ranks(silent)} gave no sign of life "
-                f"for {self._ranks.timeout:g} s: stopped, dead or overloaded. Look at the logs, and start the job "
+                f"for {self._ranks.timeout:g} s (stopped, dead or overloaded). Look at the logs, and start the job "
                 "again."
             )
 

@@ -188,9 +188,9 @@ class Locations:
             return Locations((one,)), check_name(one.name)
         if kind != _THEIRS:
             raise ConfigError(
-                f"{name!r} cannot name a checkpoint in {self.tiers[0].url}, and is not a folder that "
-                "Accelerate saved. Give a plain name. To load a checkpoint of ckpt from another root, give that root "
-                "to StateManager."
+                f"{name!r} is neither the name of a checkpoint in {self.tiers[0].url} nor a folder that "
+                "Accelerate saved. Give a plain name. To load a ckpt checkpoint from another root, give that root to "
+                "StateManager."
             )
         return Locations((folder,)), ROOT_ITSELF
 
@@ -227,7 +227,7 @@ class StateLoader:
     `broadcast`: whether ranks of a host read for each other; if None, where the storage is not local. `pause_staging`:
     a context in which staging memory is not prefaulted, so that reading does not compete with it. `follow`: called with
     the manifest that later saves continue from, the names of damaged checkpoints, and the tier that has it. `trust`:
-    whose signatures are believed. A load that failed half-way is remembered, until another one has succeeded.
+    whose signatures are believed. A load that failed halfway is remembered, until another one has succeeded.
     """
 
     ranks: Ranks
@@ -292,10 +292,10 @@ class StateLoader:
             run_on_all_ranks(self.ranks, "load_state()", lambda: head.refuse_other("", url))
 
     def refuse_half_loaded(self) -> None:
-        """Raise where a load failed half-way: a mixture of two states must be neither trained on nor saved."""
+        """Raise where a load failed halfway: a mixture of two states must be neither trained on nor saved."""
         if self.half_loaded:
             raise StateError(
-                f"a load of {self.half_loaded} failed half-way, so the objects are only partly loaded. Build new "
+                f"a load of {self.half_loaded} failed halfway, so the objects are only partly loaded. Build new "
                 "objects and a new StateManager, or load another checkpoint first."
             )
 
@@ -355,7 +355,7 @@ class StateLoader:
         if values and saved_by != self.ranks.world_size:
             notes.approximated["values"] = f"each of {saved_by} ranks had its own: new ranks get the main rank's"
         for name in self.live.registry.values.restore(values):
-            notes.skipped[name] = "the checkpoint has no value by that name: it stays as it is"
+            notes.skipped[name] = "the checkpoint has no value of that name, so it stays unchanged"
         unclaimed = UnclaimedPositions(positions, rewind, notes.approximated)
         loop.go_back(progress, unclaimed, reader.state.get("loop", {}))
         unclaimed.reported = True  # by the block that is printed next

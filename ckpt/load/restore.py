@@ -137,7 +137,7 @@ def _bound_to_ranks(reader: CheckpointReader, key: str, part: Part) -> dict[str,
     differs = reader.differs(key).get("tensors", {})
     saved_by = reader.manifest.world_size
     return {
-        where: f"{_OWN} {saved_by} ranks that saved it had its own {name}, and there are not as many here"
+        where: f"{_OWN} {saved_by} ranks that saved it had its own {name}, and this job has a different number"
         for where, name in part.tied_to_ranks(differs).items()
     }
 
@@ -156,10 +156,11 @@ def _require_fit(reader: CheckpointReader, misfits: Misfits) -> None:
         advice = "Build the objects as they were when it was saved, or use strict=False to restore what fits."
         if any(why.startswith(_OWN) for keys in misfits.values() for why in keys.values()):
             advice += " Experts, and other shards, fit any number of ranks if ckpt.mark_sharded says so at the save; "
-            advice += "a mean over what a rank has, as Adafactor keeps along the marked dimension, fits as many ranks."
+            advice += "a mean over one rank's shard, as Adafactor keeps along the marked dimension, fits only the same "
+            advice += "number of ranks."
         if any(why.endswith(TIED_HERE) for keys in misfits.values() for why in keys.values()):
-            advice += " What is tied here can have one value only: untie it (Transformers: tie_word_embeddings=False), "
-            advice += "or let strict=False take that of the first name."
+            advice += " Tied values can have only one value: untie them (Transformers: tie_word_embeddings=False), "
+            advice += "or let strict=False take the value of the first name."
         advice = f"{_prefixes(misfits)}{advice}"
         raise MismatchError(Lines.listing(head, problems, advice), tuple(problems))
 
@@ -475,7 +476,8 @@ def _why_none_of_its_own(manifest: Manifest, ranks: Ranks) -> str | None:
     if manifest.world_size != ranks.world_size:
         separate = " with separate roots" if manifest.hosts else ""
         return (
-            f"saved by another number of ranks ({manifest.world_size}, and there are {ranks.world_size} here){separate}"
+            f"saved by a different number of ranks ({manifest.world_size}, and there are {ranks.world_size} here)"
+            f"{separate}"
         )
     return f"{manifest.origin} keeps none" if manifest.origin else None
 

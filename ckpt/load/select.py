@@ -515,8 +515,8 @@ def join_copies(
     locked = Result.capture(lambda: [held.enter_context(tier.lock(name, shared=True)) for tier in tiers] and None)
     pieces = decide_together(ranks, call, locked, lambda _: _find(tiers, name, trust))
     if pieces["lost"]:
-        where = " nor in ".join(tier.url for tier in tiers)
-        raise DamagedError(f"{name} has no intact copy of {few(pieces['lost'], _NAMED)}, neither in {where}.")
+        where = " or in ".join(tier.url for tier in tiers)
+        raise DamagedError(f"{name} has no intact copy of {few(pieces['lost'], _NAMED)} in {where}.")
     read = Result.capture(lambda: trust.checked(catalog.read_manifest(tiers[pieces["manifest"]], name)))
     decide_together(ranks, call, read.then(lambda _: None), lambda _: None)
     manifest: Manifest = read.get()

@@ -54,8 +54,8 @@ class Keeper:
         return f"{os.getpid()} {_start_time()}"
 
     def run(self) -> None:
-        """Watch the folder until it is gone. If no process of the run has lived for `linger` seconds, remove the
-        folder."""
+        """Watch the folder until it is gone. Remove the folder once no process of the run has been alive for `linger`
+        seconds."""
         while self._is_there():
             time.sleep(_SOON if self._files.tend() else _TICK)
             if self._anybody_lives():

@@ -402,7 +402,7 @@ class Replicas:
         return any(transfer.receiver == self.ranks.rank for transfer in transfers)
 
     def close(self) -> None:
-        """Stop the transfer under way."""
+        """Stop the transfer that is under way."""
         if self._link is not None:
             self._link.closing = True
 

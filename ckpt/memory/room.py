@@ -52,9 +52,9 @@ def problem(room: Room, sizes: Sequence[int], where: str, peak: int) -> str:
         )
     if more + left > room["memory"]:
         return (
-            f"{SLOTS} snapshots take {format_size(needed)}, and of this host's memory "
-            f"{format_size(room['memory'] + room['used'])} can be used, {format_size(left)} of which are "
-            "left to the training"
+            f"{SLOTS} snapshots take {format_size(needed)}, and "
+            f"{format_size(room['memory'] + room['used'])} of this host's memory can be used, of which "
+            f"{format_size(left)} is left for training"
         )
     return ""
 

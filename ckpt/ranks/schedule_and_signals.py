@@ -272,7 +272,7 @@ class _Grace:
         with suppress(Exception):
             _log.error(
                 "after the signal to terminate, ckpt could not save within the grace period of %g s, so the process "
-                "ends without that save. Earlier checkpoints stay.", self._seconds,
+                "ends without that save. Earlier checkpoints are kept.", self._seconds,
             )  # fmt: skip
             sys.stdout.flush()
         os._exit(self._status)

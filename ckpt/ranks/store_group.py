@@ -308,7 +308,7 @@ class StoreGroup:
             if watch.is_due():
                 self._check_liveness(keys, call, watch)
             if self._abandoned:
-                raise RanksError(f"{call}: this rank ended and did not wait for the others.")
+                raise RanksError(f"{call}: this rank ended without waiting for the others.")
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST, _LONGEST_PER_RANK * self.world_size)
 
@@ -325,7 +325,7 @@ class StoreGroup:
             raise RanksError(
                 f"{call}: {format_ranks(numbers)} did not answer within {self.timeout:g} s."
                 f"{self._built.difference(self._job, self._in_job(self.rank), numbers) or f' {_ADVICE}'} "
-                f"{'Nothing was committed; earlier' if self.rank == MAIN else 'Earlier'} checkpoints stay."
+                f"{'Nothing was committed; earlier' if self.rank == MAIN else 'Earlier'} checkpoints are kept."
             )
 
     def _raise_failed_gather(self) -> None:

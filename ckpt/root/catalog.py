@@ -741,8 +741,8 @@ def _unlisted(storage: ReadOnlyStorage) -> tuple[Storage, list[str], bool]:
         manifest = read_manifest(above, name)
     except (AbsentError, CheckpointError) as error:
         raise MissingError(
-            f"{storage.url} shows neither a list of its files nor a checkpoint's manifest: {error} Give the URL of a "
-            "checkpoint itself, or let the server list the folder's files."
+            f"{storage.url} provides neither a list of its files nor a checkpoint's manifest: {error} Give the URL of "
+            "a checkpoint itself, or let the server list the folder's files."
         ) from None
     above.know([f"{name}/{FILE_NAME}", *(f"{name}/{file.path}" for file in manifest.files)])
     return above, [name], True
@@ -945,20 +945,22 @@ def lost_steps(attempts: Sequence[PastAttempt]) -> list[int]:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Where the wall time of a run went, from its first attempt to the last moment that is known, in seconds.
+    """How a run spent its wall time, in seconds, from its first attempt to the last moment that ckpt knows of.
 
     An attempt is one process of the run. If an attempt was killed, ckpt knows only what it wrote after its last save:
-    the time from then on counts as `down`, and steps made since are not known. So `share` is a lower bound, and so is
-    `lost_steps`.
+    the time from then on counts as `down`, and the steps made since then are unknown. So `share` and `lost_steps` are
+    lower bounds.
 
     Attributes:
-        training: Steps that count. Those since the newest checkpoint count until an attempt has to repeat them.
-        repeated: Steps that had to be made again, at the average speed of their attempt.
-        saving: Training waited for saves.
-        starting: From when the manager was built until the checkpoint was loaded; all of an attempt without a step.
-        down: Between the end of an attempt and when the next built its manager.
-        lost_steps: Steps that had to be made again.
-        attempts: How many attempts the history knows: it keeps the newest 200.
+        training: The time of steps that count. Steps since the newest checkpoint count until an attempt has to repeat
+            them.
+        repeated: The time of steps that the run had to repeat, at the average speed of their attempt.
+        saving: The time that training waited for saves.
+        starting: The time from building the manager until the checkpoint was loaded; if an attempt made no step, all of
+            its time.
+        down: The time between the end of an attempt and the moment when the next one built its manager.
+        lost_steps: The number of steps that the run had to repeat.
+        attempts: The number of attempts in the history, which keeps the newest 200.
     """
 
     training: float = 0.0

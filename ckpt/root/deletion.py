@@ -195,7 +195,7 @@ def remove_or_explain(storage: Storage, checkpoint: Manifest | Summary) -> str:
 def _claim_removal(storage: Storage, id: str, current: Checkpoint, paths: list[str]) -> tuple[str, tuple[str, ...]]:
     """Write the marker of a removal. Returns why the checkpoint is kept, if it is, and files left by older attempts."""
     if isinstance(current.problem, VersionError) or (current.manifest and current.manifest.id != id):
-        return "was saved again meanwhile", ()
+        return "was saved again in the meantime", ()
     marker, version = marker_and_version(storage, current.name)
     if marker is not None and marker.id != id:
         return "is being saved again, or such a save was cut off", ()
@@ -348,7 +348,7 @@ def _rename(storage: LocalStorage, name: str) -> None:
             aside = f"{_aside(name)}-{number}"
         os.rename(path, os.path.join(storage.place, aside))
         _log.warning(
-            "%s/%s was never committed. ckpt moved the files that others wrote there to %s.", storage.url, name, aside
+            "%s/%s was never committed. ckpt moved other programs' files from there to %s.", storage.url, name, aside
         )
         return
     _log.info("removed %s/%s: its save was cut off, so it was never committed", storage.url, name)

@@ -224,7 +224,7 @@ def missing_files(storage: Storage, manifest: Manifest) -> list[str]:
 def _format_of_file(folder: Folder, file: str, format: str | None) -> Format:
     found = (HF,) if file.endswith(FILE_SUFFIXES[:2]) else (TORCH, LIGHTNING)
     if format is not None and named(format) not in found:
-        raise ConfigError(f"{folder.where}/{file} is not in the format {format}: it is a file of {found[0].tool}.")
+        raise ConfigError(f"{folder.where}/{file} is not in the format {format}: it was written by {found[0].tool}.")
     return found[0]
 
 

@@ -205,7 +205,7 @@ class Copies:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Two numbers that change while copies run."""
+        """Two counters that show whether copies make progress: they change while ckpt copies."""
         return self._sent, progress_of(self.target)
 
     def is_free(self, name: str) -> bool:

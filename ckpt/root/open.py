@@ -124,8 +124,8 @@ def _refuse_unlisted(storage: Storage, folder: str, key: str) -> None:
     """What is not listed counts as lost: no save would be committed, and no checkpoint found."""
     if all(entry.key != key for entry in storage.list(folder)):
         raise UnsupportedError(
-            f"ckpt wrote to {storage.url}, but the server does not list the object. Some servers change names with two "
-            "slashes in a row or a backslash: give the root another name."
+            f"ckpt wrote to {storage.url}, but the server does not list the object. Some servers alter names that "
+            "contain a backslash, or two slashes in a row: give the root another name."
         )
 
 
@@ -140,7 +140,7 @@ def _is_refused(storage: Storage, key: str, over: str | None) -> bool:
     except StorageError as error:  # 400 or 501: the server does not know such requests
         raise UnsupportedError(
             f"the server of {storage.url} refuses conditional writes (If-None-Match, If-Match). Without such writes, "
-            f"two runs could destroy each other's saves. Use another server, or a newer version of it. It said: {error}"
+            f"two runs could destroy each other's saves. Use another server, or a newer version. It said: {error}"
         ) from error
     return False
 
@@ -150,7 +150,7 @@ def _refuse_unconditional(storage: Storage, ignored: list[str]) -> None:
     text = f"{storage.url}: the server ignores {' and '.join(ignored)}, so nothing keeps a second run out of this root"
     if not getattr(storage, "allow_unconditional", False):
         raise UnsupportedError(
-            f"{text}: each run would remove what the other is writing. Use another server or a newer version of it. If "
+            f"{text}: each run would remove what the other is writing. Use another server, or a newer version. If "
             f"only one run ever writes there, give storage_options={{'allow_unconditional': True}}."
         )
     _log.warning("%s. Make sure that only one run writes there (allow_unconditional=True).", text)

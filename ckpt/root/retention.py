@@ -29,7 +29,7 @@ class Keep(Options):
         best: Keep this many of the best by the metric.
         metric: A name that you pass to `step(metrics=...)` or `save_state(metrics=...)`.
         mode: "min" if the lowest values are the best, "max" if the highest are.
-        every: Keep each checkpoint whose step is a multiple of this.
+        every: Keep each checkpoint whose step is a multiple of this number.
     """
 
     last: Annotated[int, Must(is_count, "1 or more: the newest checkpoint is never removed")] = 1
@@ -52,8 +52,8 @@ class Keep(Options):
         if self.metric is not None and math.isnan(metrics.get(self.metric, 0.0)):
             raise MetricError(
                 f"nothing was saved, because the metric {self.metric!r} is NaN at {where}, and Keep(best={self.best}) "
-                "ranks checkpoints by it. Earlier checkpoints stay. Find out why the metric is NaN. To save anyway, "
-                "leave the metric out."
+                "ranks checkpoints by it. Earlier checkpoints are kept. Find out why the metric is NaN. To save "
+                "anyway, leave the metric out."
             )
 
     def removable(self, newest_first: Sequence[Manifest | Summary], damaged: Collection[str] = ()) -> list[str]:

@@ -149,7 +149,7 @@ class VerifiedFile:
             if digest(found) != expected:
                 self._refuse(f"{self.record.path} was altered (bytes 0 to {size})")
             if self.sha256 and sha256(found) != self.record.head_sha256:
-                self._refuse(f"{self.record.path} was altered (bytes 0 to {size}): its SHA-256 is another")
+                self._refuse(f"{self.record.path} was altered (bytes 0 to {size}): its SHA-256 differs")
             self._heads.append(found)
         return self._heads[0]
 
@@ -265,7 +265,7 @@ def verify(
 
     `verify` reads every file and compares it with the hashes in its manifest. If hosts have separate roots, `verify`
     reads only the files in this root. A run may use the root at the same time: `verify` skips checkpoints that the run
-    saves or removes.
+    is saving or removing.
 
     Args:
         url: A root or a checkpoint.
@@ -556,7 +556,7 @@ def find_whole_files(
     manifest, home = _whole_manifest(homes, name, trust)
     wanted = without_other_hosts(homes[0], manifest).files if home == 0 else manifest.files
     search = _Search(homes, manifest)
-    with progress_bar(f"looking for whole files of {name}", manifest.size, in_bytes=True, show=show) as advance:
+    with progress_bar(f"looking for intact files of {name}", manifest.size, in_bytes=True, show=show) as advance:
         places = {file.path: place for file in wanted if (place := search.in_homes(file, advance))}
         if links:
             missing = [file for file in wanted if file.path not in places]

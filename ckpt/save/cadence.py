@@ -147,13 +147,14 @@ class Failures:
         except ValueError:
             rate = math.nan
         if not 0 < rate < math.inf:
-            raise ConfigError(f"{VARIABLE}={text!r} must be a number above 0: how often a node fails in a day.")
+            raise ConfigError(f"{VARIABLE}={text!r} must be a number above 0: the failures per node per day.")
         return cls(nodes, rate, f"{VARIABLE}={text}")
 
     def every(self, past: Past, running: float = 0.0) -> tuple[float, str]:
-        """The mean time between failures of all nodes, and who says so: the run itself, once it has seen enough.
+        """Return the mean time between failures of all nodes, and where this number comes from: from the run itself,
+        once it has seen enough.
 
-        That is after three failures, or three times the time in which one was expected.
+        A run has seen enough after three failures, or after three times the time in which one failure was expected.
         """
         expected, lived = DAY / (self.rate * self.nodes), past.seconds + running
         if past.failures >= _TELLING or lived >= _TELLING * expected:
@@ -174,7 +175,7 @@ class SlowSteps:
     _was_busy: bool = False
 
     def step(self, now: float, busy: bool) -> bool:
-        """A step is done. Whether a save was under way until now."""
+        """Note that a step is done. Returns whether a save has just ended."""
         took, last, was_busy = now - self._last, self._last, self._was_busy
         self._last, self._was_busy = now, busy
         if last:

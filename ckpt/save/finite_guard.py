@@ -71,7 +71,7 @@ class FiniteGuard:
         text = f"these parameters are NaN or infinite: {found}"
         if self._on_nan == "raise":
             raise StateError(
-                f"{name} was not saved, because {text}. Earlier checkpoints stay; load_state() goes back to the "
+                f"{name} was not saved, because {text}. Earlier checkpoints are kept; load_state() goes back to the "
                 "newest. To save anyway, use SaveOptions(on_nan='warn')."
             )
         if self._ranks.rank == MAIN:

@@ -85,7 +85,9 @@ class LastBoundary:
         what = type(error).__name__
         refused = self._agreed(self._obstacle(error))
         if refused:
-            _log.warning("%s: ckpt could not save step %d: %s. Earlier checkpoints stay.", what, self._step, refused)
+            _log.warning(
+                "%s: ckpt could not save step %d: %s. Earlier checkpoints are kept.", what, self._step, refused
+            )
             return
         assert self._request is not None
         saver.save(self._request, wait=True)

@@ -472,8 +472,8 @@ class RepairReport:
         """What a resume will do, and what the user should do."""
         if not repair.is_damage:
             return (
-                f"A resume that comes to {self._url} stops while it cannot be read: save again, check the disk, or "
-                "move that folder away."
+                f"A resume that reaches {self._url} stops as long as ckpt can't read it: save again, check the disk, "
+                "or move that folder away."
             )
         is_mirrored = root is not None and root.mirror is not None and root.mirror.newest is not None
         if is_mirrored or self._has_other_checkpoint(root.damaged if root is not None else set()):

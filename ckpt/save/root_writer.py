@@ -361,9 +361,9 @@ class Lineage:
             )
         if newest is not None:
             raise ConfigError(
-                f"{url} has checkpoints ({newest.name} is the newest) that this run has not resumed from: saving now "
-                f"would put a fresh start next to older checkpoints. Call resume() or load_state() first, or give "
-                f"this run another root."
+                f"{url} has checkpoints ({newest.name} is the newest) that this run has not resumed from: a save "
+                f"now would mix the checkpoints of a new run with the older ones. Call resume() or load_state() first, "
+                f"or give this run another root."
             )
         if lost:
             raise ConfigError(
@@ -603,7 +603,8 @@ class RootWriter:
             self.attempt.store(self.held.history, self.lineage.run)
 
     def goodput(self) -> Goodput | None:
-        """Where the time of the run went, this attempt included. None if that is not known on this rank."""
+        """Report where the run's time went, including this attempt. Returns None if this rank doesn't know the
+        history."""
         history = History.of(self.storage) if self.attempt is not None else None
         if self.attempt is None or history is None or not history.is_known:
             return None
@@ -807,7 +808,7 @@ def _say_outside(folder: str, root: str) -> None:
 def writer_at(folder: str, root: RootWriter) -> ElsewhereWriter:
     """The writer of a checkpoint in a local folder that is not in the root. The next one there does not follow it."""
     if "://" in folder or root.hosts.separate_roots:
-        why = "it is no local folder" if "://" in folder else "every host has a root of its own"
+        why = "it is not a local folder" if "://" in folder else "every host has a root of its own"
         raise ConfigError(
             f"{folder} is not directly below the attached root, {root.storage.url}, and {why}. Give a plain name or a "
             "folder in that root, or attach to another root."

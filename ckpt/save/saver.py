@@ -169,7 +169,7 @@ class SaveQueue:
             self._put(save)
 
     def wait(self) -> None:
-        """Wait until no save is under way. Raises the error of a failed save, once."""
+        """Wait until no save is under way. If a save failed, raises its error, but only once."""
         with self._awaited():
             self._worker.wait()
         self._raise_earlier()
@@ -370,7 +370,8 @@ class Saver:
             written.release()
 
     def wait(self) -> None:
-        """Wait until no save is under way and all saves are durable. Raises the error of a failed save, once."""
+        """Wait until no save is under way and all saves are durable. If a save failed, raises its error, but only
+        once."""
         self.owner.require("wait()")
         try:
             self._queue.wait()
@@ -406,7 +407,9 @@ class Saver:
         if self.busy or not self.owner.is_here:
             return
         if self._replaced > 1 and self.root.ranks.rank == MAIN:
-            _log.warning("ckpt skipped %d saves, because newer ones came before it could write them", self._replaced)
+            _log.warning(
+                "ckpt skipped %d saves, because newer saves replaced them before ckpt could write them", self._replaced
+            )
         self._release_written()
         self.snapshots.close()
         self.root.close()

@@ -61,7 +61,7 @@ def make_room(root: RootWriter, name: str, facts: Mapping[str, Any], size: int) 
     elif filesystem_type(storage.place) not in _COMPRESSING:
         more = f", and {format_size(freed)} in checkpoints that Keep would remove" if freed else ""
         raise FullError(
-            f"{storage.url}/{name} needs {format_size(size)}, but only {format_size(free)} are free there{more}. "
+            f"{storage.url}/{name} needs {format_size(size)}, but only {format_size(free)} is free there{more}. "
             "Nothing was written or removed. Free some space, or keep fewer checkpoints: keep=ckpt.Keep(last=...)."
         )
 
@@ -374,8 +374,8 @@ class SaveTransaction:
         self.compared.reported.update(new)
         if new and self.root.ranks.rank == MAIN:
             _log.warning(
-                "%sranks hold different state, so ckpt saves each rank's own: %s. Only a job of %d ranks can "
-                "restore that state exactly.",
+                "%sranks hold different state, so ckpt saves each rank's own state: %s. Only a job of %d ranks "
+                "can restore that state exactly.",
                 "" if self.compared.trusted else "replicas that should be equal have drifted apart: ",
                 "; ".join(_described(key, differs[key]) for key in new),
                 self.root.ranks.world_size,

@@ -148,7 +148,7 @@ def obstacle(wrapper: Wrapper) -> str | None:
             buckets_of(wrapper)
         return found
     except Exception as error:  # DDP's private side may change, and a save must not fail for it
-        return f"DDP does not tell its buckets ({reason(error)})"
+        return f"DDP does not expose its buckets ({reason(error)})"
 
 
 def restore_buckets(wrapper: Wrapper, buckets: Buckets) -> bool:
@@ -214,7 +214,7 @@ def _is_run(run: Any, number: int) -> bool:
 
 # -- hooks ------------------------------------------------------------------------------------------------------------
 
-_OTHER_SUMS = "the first step sums gradients in other buckets, so rounding may differ"
+_OTHER_SUMS = "the first step sums gradients in different buckets, so rounding may differ"
 _NO_STATE = "the checkpoint has no state of such a hook"
 
 Setter = Callable[[Any], None]  # loads what was read
@@ -460,7 +460,7 @@ def _watch(state: Any, wrapper: Wrapper, buckets: Buckets) -> None:
                 getattr(state, name).clear()
             _log.warning(
                 "PowerSGD starts its error feedback over, because DDP's buckets differ from those in the saved run: "
-                "gradients arrived in another order."
+                "gradients arrived in a different order."
             )
 
     handle = wrapper.register_forward_hook(check)

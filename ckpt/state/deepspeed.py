@@ -303,8 +303,9 @@ class PartitionsPart(UnshardedPart):
         if strict:
             raise MismatchError(
                 f"the checkpoint has no partitions of DeepSpeed's optimizer for these ranks: {why}. Nothing was "
-                "changed. Start as many processes as saved the checkpoint, with the same configuration. Or use "
-                "strict=False, which restores the model's weights and the counters, while the optimizer starts over.",
+                "changed. Start the same number of processes as the run that saved the checkpoint, with the same "
+                "configuration. Or use strict=False, which restores the model's weights and the counters, while the "
+                "optimizer starts over.",
                 (self.key,),
             )
         notes.skipped[self.key] = f"{why}: the optimizer starts over, from the model's weights"

@@ -69,7 +69,7 @@ class Regrouping:
         if saved["parameters"] != digest(to_json(listed)):
             return "the optimizer's parameters, their groups or their order are not those of the checkpoint"
         odd = [key for one in state[self.inner]["state"].values() for key, value in one.items() if _is_odd(value)]
-        return f"its {odd[0]} is not kept by element, so that it fits no other number of ranks" if odd else None
+        return f"its {odd[0]} is not stored per element, so it fits only the same number of ranks" if odd else None
 
     @property
     def moves(self) -> list[Move]:

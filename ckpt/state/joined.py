@@ -37,19 +37,19 @@ class JoinedState:
 
 
 class Joined:
-    """Join several objects into one in the checkpoint, so that ranks with a different number of objects can load it.
+    """Join several objects into one in the checkpoint, so that ranks with different numbers of objects can load it.
 
         StateManager(root, model=Joined(parts), optimizer=Joined(optimizers), scheduler=Joined(schedulers))
 
     Join models that are parts of one, for example this rank's stages of a pipeline: modules, or `PipelineStage`s of
-    torch.distributed.pipelining. Their parameters must have the same names as in the full model. Join optimizers if
-    each part of the model, or each parameter, has its own; all must be of the same class. Join schedulers and scalers
-    if all have the same state.
+    torch.distributed.pipelining. The parts' parameters must have the same names as in the full model. Join optimizers
+    if each part of the model, or each parameter, has its own; all must be of the same class. Join schedulers and
+    scalers if all have the same state.
 
     Args:
         objects: All objects of this rank. If each part of a model numbers its layers from zero, a dict gives each a
-            prefix (`{"stages.3": part}`). For optimizers, the keys of a dict don't matter: ckpt joins a dict with
-            names of parameters, which have dots, even without `Joined`.
+            prefix (`{"stages.3": part}`). For optimizers, the keys of a dict don't matter: if the keys are names of
+            parameters, which contain dots, ckpt joins the dict even without `Joined`.
 
     Raises:
         ConfigError: You passed no objects.

@@ -103,8 +103,8 @@ def _mark(dim: int, mesh: Any) -> ShardMark:
     ranks = dist.get_process_group_ranks(mesh)
     if len(ranks) < dist.get_world_size():
         raise ConfigError(
-            f"ckpt.mark_sharded: a group of {len(ranks)} of {dist.get_world_size()} ranks does not show where the "
-            'other copies are. Give one dimension of a mesh that has all ranks: mesh["ep"].'
+            f"ckpt.mark_sharded: the group has only {len(ranks)} of {dist.get_world_size()} ranks, so ckpt can't tell "
+            'where the other copies are. Give one dimension of a mesh that has all ranks: mesh["ep"].'
         )
     return ShardMark(dim, None, mesh if mesh is not None else dist.group.WORLD)
 

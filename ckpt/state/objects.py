@@ -196,6 +196,6 @@ def is_part_name(name: Any) -> bool:
 def _checked(name: Any) -> str:
     if not is_part_name(name):
         raise ConfigError(
-            f"{name!r} cannot name a part, because the name becomes a file name: use letters, digits, '_' and '-'."
+            f"{name!r} is not a valid part name, because it becomes a file name: use letters, digits, '_' and '-'."
         )
     return str(name)

@@ -255,12 +255,12 @@ class GradientsPart(UnshardedPart):
     def capture(self) -> dict[str, Any]:
         if any(is_fsdp1(model) for model in self.models.values()):
             raise UnsupportedError(
-                f"{self.key}: ckpt can't save gradients under FSDP 1, which does not show them by parameter. Use "
+                f"{self.key}: ckpt can't save gradients under FSDP 1, which does not expose them per parameter. Use "
                 "fully_shard."
             )
         if any(is_engine(model) for model in self.models.values()):
             raise UnsupportedError(
-                f"{self.key}: ckpt can't save gradients under DeepSpeed, which does not show them. Leave out "
+                f"{self.key}: ckpt can't save gradients under DeepSpeed, which does not expose them. Leave out "
                 "saving=ckpt.SaveOptions(gradients=True)."
             )
         return {key: _local(gradients(unwrap(model), self.of)) for key, model in self.models.items()}

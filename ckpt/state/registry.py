@@ -426,13 +426,13 @@ class StateRegistry:
 
     def _obstacle(self, name: str, value: Any, per_rank: bool) -> str | None:
         if any(name in known for known in (self.parts, self.generators, self._per_rank, RESERVED)):
-            return "there is such a part already"
+            return "a part of that name already exists"
         if name in self.values and not is_plain(value):
-            return "there is a value by that name already"
+            return "a value of that name already exists"
         if isinstance(value, type):
             return f"{value.__name__} is a class: give an object of it"
         if not is_plain(value) and not all(map(is_part_name, name.split("."))):
-            return "cannot name a part: use letters, digits, '_' and '-'"
+            return "this is not a valid part name: use letters, digits, '_' and '-'"
         if rng.is_generator(value) or has_state(value) or (is_plain(value) and not per_rank):
             return None
         if _is_hook_state(value):
@@ -507,7 +507,7 @@ def _refuse_unmanageable(objects: Mapping[str, Any]) -> None:
         elif (kind == "optimizer" and isinstance(value, LRScheduler)) or (
             kind == "scheduler" and isinstance(value, torch.optim.Optimizer)
         ):
-            wrong.append(f"{key} is a {type(value).__name__}, which is no {kind}")
+            wrong.append(f"{key} is a {type(value).__name__}, which is not a valid {kind}")
         elif not has_state(value):
             wrong.append(f"{key} is a {type(value).__name__}, which has no state_dict and load_state_dict")
     if wrong:
@@ -547,8 +547,8 @@ def refuse_unnamed(root: Any, others: Sequence[Any]) -> None:
     if given:
         kinds = ", ".join(type(value).__name__ for value in given)
         raise UnnamedObjectError(
-            f"StateManager takes only the root without a keyword, but you also passed {kinds} without one. Name each "
-            'object: StateManager("runs/x", model=model, optimizer=optimizer).'
+            f"StateManager takes only the root as a positional argument, but you also passed {kinds} by position. Name "
+            'each object: StateManager("runs/x", model=model, optimizer=optimizer).'
         )
 
 

@@ -171,7 +171,7 @@ def export_hugging_face(
             storage.write(file.path, counted(file.pieces(), advance))
     for path, read in state.beside.items():
         storage.write(path, [memoryview(read())])
-    skipped = {f"{key}.{name}": "no tensor: safetensors cannot hold it" for name in tree if name not in tensors}
+    skipped = {f"{key}.{name}": "not a tensor: safetensors can't hold it" for name in tree if name not in tensors}
     skipped |= {other: _MODEL_ALONE for other in state.parts if other != key} | left_of_ranks(state)
     skipped |= _not_of_adapters(key, state.about, tensors)
     if not state.about:
@@ -257,7 +257,7 @@ class _Export:
         for key in state.get("values", {}):
             self.skipped[key] = "Accelerate keeps no plain values: register an object that has them"
         for key in state["generators"]:
-            self.skipped[key] = "Accelerate keeps no generators but the global ones"
+            self.skipped[key] = "Accelerate keeps only the global generators"
         progress = self.state.progress
         if any(progress.to_json().values()):
             self.skipped["progress"] = (
@@ -299,7 +299,7 @@ def _objects(tree: Any) -> tuple[dict[str, Any], dict[str, str]]:
     """The modules' empty `_extra_state`, which Megatron asks for, and what else is no tensor, which is left out."""
     others = {name for name, value in tree.items() if not isinstance(value, PiecedTensor)}
     empty = {name for name in others if megatron.is_extra_state(name) and tree[name] is None}
-    skipped = {f"{_PART}.{name}": "no tensor: it is not written" for name in sorted(others - empty)}
+    skipped = {f"{_PART}.{name}": "not a tensor, so it is not written" for name in sorted(others - empty)}
     return {megatron.object_name(name, empty): [None] for name in sorted(empty)}, skipped
 
 
@@ -380,21 +380,21 @@ def convert(
     anything. For what each format can hold, see the table in docs/converting.md.
 
     Args:
-        source: The path or URL of a checkpoint of ckpt, full or sharded, torch.distributed.checkpoint, Accelerate,
-            DeepSpeed (ZeRO 0 to 3, universal), Lightning, Megatron-Core (`torch_dist`) or the Trainer, or of a file of
-            `torch.save` or safetensors. A ckpt root stands for its newest checkpoint.
+        source: The path or URL of a checkpoint from ckpt (full or sharded), torch.distributed.checkpoint, Accelerate,
+            DeepSpeed (ZeRO 0 to 3, universal), Lightning, Megatron-Core (`torch_dist`) or the Trainer, or of a
+            torch.save or safetensors file. For a ckpt root, `convert` takes the newest checkpoint.
         destination: For `"ckpt"` a root; for the others a new file or folder on a disk.
         to: `"ckpt"`; `"hf"`, a folder with `model.safetensors` and the configuration that was beside the source;
             `"dcp"`, a folder for `torch.distributed.checkpoint.load`; `"accelerate"`, a folder for
-            `accelerator.load_state` with as many processes as saved it; `"torch"`, a file for
+            `accelerator.load_state` with the same number of processes as the saved run; `"torch"`, a file for
             `torch.load(weights_only=True)`; `"lightning"`, a file for `Trainer.fit(ckpt_path=...)`; `"megatron"`, a
             folder for `megatron.core.dist_checkpointing.load`, of a model that has Megatron's names.
         format: The format of the source. You only need it if a folder has saves in several formats.
         name: The name of the new checkpoint in a root; by default the source's.
         max_shard_size: For `"hf"`: the largest size of a file, in bytes or as `"5GB"`; a larger model becomes shards
             and an index.
-        sign: For `"ckpt"`, as `key` of `Signing`; other formats have no signatures. If the source is a checkpoint of
-            ckpt, this key or one of `verify_key` must have signed it.
+        sign: For `"ckpt"`, as `key` of `Signing`; other formats have no signatures. If the source is a ckpt checkpoint,
+            this key or one of `verify_key` must have signed it.
         verify_key: As in `Signing`: ckpt warns if none of these keys has signed the source.
         require_signed: As `required` of `Signing`.
 
@@ -497,7 +497,7 @@ def _checkpoint_name(found: PortableState) -> str:
         return check_name(found.name)
     except ConfigError:
         raise ConfigError(
-            f"the source's name, {found.name!r}, cannot name a checkpoint. Choose another name with name= (--name)."
+            f"the source's name, {found.name!r}, is not a valid checkpoint name. Choose another with name= (--name)."
         ) from None
 
 

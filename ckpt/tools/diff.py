@@ -198,15 +198,15 @@ def diff(
 ) -> Diff:
     """Compare two checkpoints, or a model and a checkpoint, tensor by tensor and value by value.
 
-    It doesn't matter how a checkpoint is sharded. If both are checkpoints of ckpt, `diff` skips files with equal
-    hashes. `diff` needs little memory.
+    It doesn't matter how a checkpoint is sharded. If both are ckpt checkpoints, `diff` skips files with equal hashes.
+    `diff` needs little memory.
 
     Args:
-        first: The path or URL of a checkpoint, or of anything else that `merge` reads; a root stands for its newest
-            checkpoint. Or a model.
+        first: The path or URL of a checkpoint, or of anything else that `merge` reads; or a model. For a root, `diff`
+            takes the newest checkpoint.
         second: What to compare it with, of the same kinds.
-        part: Compare only this part. By default, `diff` compares all parts of two ckpt checkpoints, or of two files
-            of `torch.save`, and only the model otherwise.
+        part: Compare only this part. By default, `diff` compares all parts of two ckpt checkpoints, or of two
+            torch.save files, and only the model otherwise.
         format: The format to compare, if a folder has saves in several formats: `"deepspeed"`, `"hf"`.
         storage_options: Credentials and the like, for URLs on both sides.
         verify_key: As in `Signing`: ckpt warns if none of these keys has signed them.

@@ -195,7 +195,7 @@ def with_part_names(found: PortableState) -> PortableState:
         if key not in names:
             names[key] = _usable(key, names.values())
     told = {
-        new: f"{key!r} in the source, which cannot name a part: register it as {new!r}"
+        new: f"{key!r} in the source, which is not a valid part name: register it as {new!r}"
         for key, new in names.items()
         if new != key
     }
@@ -217,7 +217,7 @@ def _usable(key: str, taken: Collection[str]) -> str:
 
 
 ADAPTER_ALONE = (
-    "an adapter of PEFT, by the names of its file: the model that it adapts is not in the source, and a manager of the "
+    "a PEFT adapter, under its file's names: the model that it adapts is not in the source, and a manager of the "
     "adapted model cannot resume from it. ckpt.load_model loads the source itself"
 )
 NO_CONFIG = "the source has none, and from_pretrained needs it: save the model's config beside it"
@@ -350,7 +350,7 @@ def _from_deepspeed(place: Place) -> PortableState:
         name=place.folder.name,
         parts=encoded(trees, folder.where),
         progress=Progress(step=facts.steps, samples=facts.samples),
-        approximated=_unknown_position("DeepSpeed", "its steps are taken over"),
+        approximated=_unknown_position("DeepSpeed", "its steps are carried over"),
         skipped=skipped,
     )
 
@@ -360,9 +360,9 @@ def _from_megatron(place: Place) -> PortableState:
     folder = megatron.save_in(place.folder)
     save = megatron.MegatronSave.opened(folder)
     empty, others = save.extra_state()
-    skipped = dict.fromkeys(others[:_FEW], "an object that is no tensor, and is not read")
+    skipped = dict.fromkeys(others[:_FEW], "an object that is not a tensor: ckpt does not read it")
     if len(others) > _FEW:
-        skipped[f"{len(others) - _FEW} more objects"] = "no tensors, either"
+        skipped[f"{len(others) - _FEW} more objects"] = "not tensors either"
     if "optimizer" in save.parts:
         skipped["optimizer"] = (
             "Megatron's optimizer numbers its parameters by rank: it is not converted. ckpt.merge(part='optimizer') "
@@ -390,7 +390,7 @@ def _iteration(save: megatron.MegatronSave, skipped: dict[str, str]) -> tuple[in
             skipped[f"{megatron.COMMON}: {key}"] = "settings and state of Megatron's own, which are not converted"
     if step is None:
         return 0, f"{megatron.COMMON} has no iteration, and counting begins at 0"
-    return step, "its steps are taken over"
+    return step, "its steps are carried over"
 
 
 def _unknown_position(tool: str, steps: str) -> dict[str, str]:
@@ -431,7 +431,7 @@ def _outermost(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 def _from_saved_dict(saved: SavedDict, name: str, tool: str) -> PortableState:
     """What one dict holds: of `torch.save`, of Lightning, of torch.distributed.checkpoint."""
     counters = ", ".join(key for key in saved.counters if key != "batch")  # in the epoch, the data begins anew
-    told = f"its counters are taken over ({counters})" if counters else "counting begins at 0"
+    told = f"its counters are carried over ({counters})" if counters else "counting begins at 0"
     approximated = _unknown_position(tool, told)
     rng = None if saved.rng is None else _generators(saved.rng, name)
     if rng is not None:
@@ -469,7 +469,7 @@ def _from_trainer(place: Place) -> PortableState:
     folder = place.folder
     own = accelerate.TrainerFolder(folder)
     steps, epochs = own.progress()
-    told = f"step {steps} and epoch {int(epochs)} of {epochs:g} are taken over"
+    told = f"step {steps} and epoch {int(epochs)} of {epochs:g} are carried over"
     approximated = _unknown_position("The Trainer", told)
     others = _beside(folder)
     if is_adapter(others):

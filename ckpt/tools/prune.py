@@ -34,9 +34,9 @@ class Pruned:
         removed: The removed checkpoints, with their bytes.
         swept: The removed leftovers, with their bytes: names of checkpoints whose saves were interrupted, or keys of
             unfinished writes.
-        kept: The checkpoints that stay.
+        kept: The checkpoints that `prune` kept, or would keep.
         damaged: The damaged checkpoints, with the reason.
-        spared: The leftovers that stay, with the reason.
+        spared: The leftovers that `prune` kept, with the reason.
     """
 
     url: str
@@ -79,8 +79,8 @@ def prune(
     """Remove checkpoints by the rules of `keep`, and the leftovers of crashed saves.
 
     `prune` always keeps the newest intact checkpoint, and any checkpoint that a process is reading. `prune` never
-    touches the files that a save under way writes or replaces. If a run uses the root at the same time, `prune` leaves
-    leftovers to the next run.
+    touches the files that a save under way is writing or replacing. If a run uses the root at the same time, `prune`
+    leaves the leftovers, and the next run removes them.
 
     Args:
         root: A path, a URL or a storage.
@@ -186,10 +186,10 @@ class Plan:
             return
         mark = read_marker(self.storage, leftover.name)
         if mark is None:
-            spared[leftover.name] = "has a save marker that ckpt cannot read, or was removed meanwhile"
+            spared[leftover.name] = "has a save marker that ckpt cannot read, or was removed in the meantime"
             return
         if mark.age < self.grace:
-            spared[leftover.name] = "was written again meanwhile"
+            spared[leftover.name] = "was written again in the meantime"
             return
         deletion.remove_uncommitted(self.storage, leftover.name)
         if read_marker(self.storage, leftover.name) is not None:

@@ -244,23 +244,23 @@ def pull(
 ) -> str:
     """Copy a checkpoint, a root, a folder or a Hub repository to another place.
 
-    A checkpoint becomes a folder below `destination`, and a run can resume from it. The folder appears when the copy is
-    complete and matches its hashes. If a copy was interrupted, the next one continues it. ckpt copies other files
-    unchanged. `pull` needs little memory.
+    A checkpoint becomes a folder below `destination`, and a run can resume from it. The folder appears only when the
+    copy is complete and matches its hashes. If a copy is interrupted, the next `pull` continues it. ckpt copies other
+    files unchanged. `pull` needs little memory.
 
     ckpt reads the Hub through Hugging Face's cache. ckpt does not fetch cached files again, and uses the cache alone if
     it can't reach the Hub.
 
     Args:
-        source: `user/repo`, unless that is a folder here; `hub://user/repo@revision/path`; any other path or URL: of
-            a checkpoint, a root with all its checkpoints, another folder, or a file.
+        source: `user/repo`, unless that is a folder on this machine; `hub://user/repo@revision/path`; or any other path
+            or URL of a checkpoint, a root with all its checkpoints, another folder, or a file.
         destination: A path or URL. Other files there stay unchanged.
         step: From a root, copy only the checkpoint of this step; None: all.
         revision: A branch, tag or commit on the Hub.
         token: A token for the Hub, on either side; None: `HF_TOKEN` or a login.
-        storage_options: For URLs on both sides; if one is on the Hub, for the other.
+        storage_options: For URLs on both sides; if one side is on the Hub, for the other side.
         verify_key: As in `Signing`.
-        require_signed: Copy neither checkpoints that no such key has signed, nor files without a manifest.
+        require_signed: Don't copy checkpoints that none of these keys has signed, or files without a manifest.
 
     Returns:
         The URL of the copy.

@@ -43,7 +43,7 @@ _FILES = {
 _PATTERNS = {kind: re.compile(pattern) for kind, pattern in _FILES.items()}
 _UNREADABLE = {
     re.compile(r".*_rank\d+\.bin"): "holds pieces of one rank as torch.save wrote them",
-    re.compile(r"pytorch_model(_\d+)?/.*"): "was written by DeepSpeed (name its folder alone, and it is converted)",
+    re.compile(r"pytorch_model(_\d+)?/.*"): "was written by DeepSpeed (to convert it, give only its folder)",
 }
 _SPARSE = (_LOADER, _SAMPLER)  # not every loader has a file, so numbers may be missing
 
@@ -178,7 +178,7 @@ def _check_numbers(where: str, kind: str, numbered: Mapping[int, list[str]]) -> 
     if missing and kind not in _SPARSE:
         there = ", ".join(paths[0] for paths in numbered.values())
         raise DamagedError(
-            f"{where} is damaged: {there} is there, but {kind} number {', '.join(map(str, missing))} is missing. Copy "
+            f"{where} is damaged: it has {there}, but {kind} number {', '.join(map(str, missing))} is missing. Copy "
             "every rank's files into that folder."
         )
     for paths in numbered.values():

@@ -222,7 +222,7 @@ def _contents(state: Mapping[str, Any]) -> Contents:
 def _checked_keys(keys: tuple[Any, ...]) -> Keys:
     if len(keys) > DEEPEST or any(type(key) not in (int, str) for key in keys):
         raise ValueError(
-            f"ckpt can't read a value's path of {len(keys)} keys of the types "
+            f"ckpt can't read a value whose path has {len(keys)} keys of the types "
             f"{sorted({type(key).__name__ for key in keys})}"
         )
     return tuple(keys)

@@ -354,8 +354,8 @@ def _require_by_element(key: str, held: Sequence[Any], masters: Sequence[PiecedT
         if len(tensor_in(value).shape) != 1 or value.shape[0] < master.shape[0]:
             raise UnsupportedError(
                 f"{where}: the optimizer's {key} does not have one value per element (its shape is "
-                f"{list(value.shape)}, but the weights have shape {list(master.shape)}), so ckpt can't divide it by "
-                f"parameter. {_WAY_OUT}"
+                f"{list(value.shape)}, but the weights have shape {list(master.shape)}), so ckpt can't split it up "
+                f"per parameter. {_WAY_OUT}"
             )
 
 

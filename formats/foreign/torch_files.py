@@ -25,7 +25,7 @@ _WRITTEN_AS = "2.0.0"  # the version whose form is written; Lightning migrates w
 _TAKEN = ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step", _VERSION)
 _PRECISION = ("MixedPrecision", "MixedPrecisionPlugin", "native_amp_scaling_state")
 _WHY = {
-    "loops": "only the epoch and the steps are taken over from Lightning's loops",
+    "loops": "only the epoch and the steps are carried over from Lightning's loops",
     "callbacks": "state of Lightning's callbacks, which only they read",
     "hyper_parameters": "the arguments of your module: pass them again",
     "hparams_name": "the arguments of your module: pass them again",

@@ -317,7 +317,7 @@ def _file_problems(file: dict[str, Any], of: str, block_size: int) -> list[str]:
     if len(file.get("sha256", ())) not in (0, blocks):
         problems.append(f"{of}: it has {blocks} blocks, and the SHA-256 of {len(file['sha256'])}")
     if head is not None and (head[0] > size or not _is_hash(head[1])):
-        problems.append(f"{of}: head is no length up to {size} with a hash")
+        problems.append(f"{of}: head is not a length up to {size} with a hash")
     return problems
 
 

@@ -129,7 +129,7 @@ class S3Objects(CloudObjects):
         if not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "%s: ckpt could not remove uploads that were cut off: %s Such uploads take space until a lifecycle "
+                "%s: ckpt could not remove uploads that were cut off: %s Such uploads take up space until a lifecycle "
                 "rule of the bucket removes them.", self.url, error,
             )  # fmt: skip
 
@@ -365,7 +365,7 @@ async def _bounded(response: Any) -> bytes:
         if len(body) > LONGEST_ANSWER:
             response.close()
             raise EndlessError(
-                f"the server's answer is longer than {LONGEST_ANSWER >> 20} MB, but S3 never sends so much."
+                f"the server's answer is longer than {LONGEST_ANSWER >> 20} MB, but S3 never sends that much."
             )
     return bytes(body)
 

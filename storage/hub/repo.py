@@ -114,7 +114,7 @@ def _by_status(status: int, error: BaseException, what: str) -> Exception:
     if status == 404:
         return AbsentError(f"{about}. Is the name right, and may the token see it? {_LOGIN}")
     if status in (409, 412):
-        return MovedError(f"{about}: somebody else has changed the repository meanwhile. Try again.")
+        return MovedError(f"{about}: somebody else changed the repository in the meantime. Try again.")
     if status == 413:
         return FullError(f"{about}: it is too large. Use a smaller max_shard_size.")
     if status == 429:

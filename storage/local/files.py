@@ -156,7 +156,7 @@ def _advice_on_room(folder: Path) -> str:
             "Keep(last=...)), then save again."
         )
     free = status.f_bavail * status.f_frsize
-    return f"{free / 1e9:.2f} GB are free there. Free some space (or lower Keep(last=...)), then save again."
+    return f"{free / 1e9:.2f} GB is free there. Free some space (or lower Keep(last=...)), then save again."
 
 
 NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EINVAL, errno.EISDIR}

@@ -92,7 +92,7 @@ class LocalLocks:
                 raise
             _say_once(
                 logging.INFO,
-                "%s can only be read here: whoever may write there may remove what is being read.",
+                "%s is read-only for this process, so others may remove files while ckpt reads them.",
                 self._shown,
             )
             return None
@@ -154,7 +154,7 @@ class LocalLocks:
             if held.descriptor in _held and not self._is_in_place(held):  # a forked child has closed its copy
                 raise LostError(
                     f"somebody removed {self._shown}/{held.key}, or all of {self._shown}, while this run held the "
-                    "lock. Another run could have written there."
+                    "lock. Another run may have written to the root."
                 )
 
     def _is_in_place(self, held: HeldLock) -> bool:
@@ -239,7 +239,7 @@ class LocalLocks:
 
     def _none_of_ours(self, key: str, error: NotRegularError) -> StorageError:
         return StorageError(
-            f"could not lock {self._shown}/{key}: {error.strerror}, and not of ckpt. Remove it, then try again."
+            f"could not lock {self._shown}/{key}: {error.strerror}, not made by ckpt. Remove it, then try again."
         )
 
 
@@ -289,7 +289,7 @@ def _process(pid: str) -> str:
         user = pwd.getpwuid(uid).pw_name
     except KeyError:
         user = str(uid)
-    return f"process {pid} of user {user}, which runs since {since}"
+    return f"process {pid} of user {user}, running since {since}"
 
 
 def close(descriptor: int) -> None:

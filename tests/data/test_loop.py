@@ -770,7 +770,7 @@ def test_a_script_that_finds_its_place_in_a_shuffled_order_is_told_of_another_on
         script = Script(shuffled=shuffled).resume(saved)
         script.loop.leave_place_to_script()
         script.step()
-        assert ("draws another order" in script.approximated.get("data", "")) is shuffled
+        assert ("draws a different order" in script.approximated.get("data", "")) is shuffled
 
 
 def test_a_pass_begins_after_batches_that_are_to_be_skipped() -> None:

@@ -274,7 +274,7 @@ def test_the_users_loader_is_as_it_was_when_the_manager_is_closed(anywhere: str)
 
 def test_a_sampler_that_cannot_be_followed_is_named(anywhere: str) -> None:
     _, restored, _ = _interrupted(anywhere, lambda: DataLoader(Numbers(), 4, sampler=LazySampler()), 3, 1)
-    assert "another order" in restored.approximated["data order"]
+    assert "a different order" in restored.approximated["data order"]
 
 
 def test_another_dataset_size_is_named(anywhere: str) -> None:

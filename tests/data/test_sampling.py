@@ -123,7 +123,7 @@ def test_another_order_than_before_is_a_problem_that_names_the_loader() -> None:
         plan = Told().plan(skip=1, **options)
         list(plan.follow(BATCHES))
         assert plan.same_order is same
-        assert ("the sampler of Mine gave another order" in plan.problem("Mine")) is not same
+        assert ("the sampler of Mine gave a different order" in plan.problem("Mine")) is not same
 
 
 def test_indices_are_those_of_a_batch_or_a_single_one() -> None:
@@ -381,7 +381,7 @@ def test_one_rank_goes_on_with_the_rest_of_its_samplers_order() -> None:
     other = ConsumedSamples(Layout(), 0, 4, _digest(3, 2, 1, 0))
     wrong = RemainingIndices(SimpleNamespace(sampler=sampler), sampler, 4, False, other)
     wrong.advance()
-    assert "SequentialSampler gave another order than before the resume" in wrong.problem
+    assert "SequentialSampler gave a different order than before the resume" in wrong.problem
 
 
 class Blocks(DistributedSampler[Any]):

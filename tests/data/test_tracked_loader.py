@@ -406,7 +406,7 @@ def test_a_replay_says_why_it_did_not_yield_the_same() -> None:
 
 
 def test_a_stream_in_another_order_warns_and_one_in_the_same_does_not() -> None:
-    for stream, words in ((Random(), "yielded other data in its replay"), (Stream(), "")):
+    for stream, words in ((Random(), "yielded different data in its replay"), (Stream(), "")):
         first = TrackedLoader(DataLoader(stream, 2), 0, 1)
         _take(first, 3)
         warnings: list[str] = []

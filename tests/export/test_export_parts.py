@@ -111,7 +111,8 @@ class TestMerge:
             assert (found.name, found.storage.url) == ("m.safetensors", os.path.dirname(text) or ".")
         (tmp_path / "dir.safetensors").mkdir()
         for wrong, message in (
-            (f"{tmp_path}/", "is a folder. Name a file in it"), ("dir.safetensors", "is a folder. Name a file in it"),
+            (f"{tmp_path}/", "is a folder. Name a file in that folder"),
+            ("dir.safetensors", "is a folder. Name a file in that folder"),
             ("a/m.bin", "ckpt can't write to a/m.bin"), ("s3://m.safetensors", "ckpt can't write to s3://m.safetensors"),
         ):  # fmt: skip
             with pytest.raises(ConfigError, match=message.replace(".", r"\.")):

@@ -416,8 +416,8 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("destination", "told"),
         [
-            ("folder", r"folder is a folder. Name a file in it: .*folder/model\.safetensors"),
-            ("folder/", r"is a folder. Name a file in it"),
+            ("folder", r"folder is a folder. Name a file in that folder: .*folder/model\.safetensors"),
+            ("folder/", r"is a folder. Name a file in that folder"),
             ("model.bin", r"can't write to .*model\.bin\. Name a file in a folder, with the suffix \.safetensors"),
         ],
     )
@@ -428,7 +428,9 @@ class TestBadInput:
 
     def test_a_destination_that_is_a_folder_of_a_store_without_folders(self, dcp: Place) -> None:
         open_storage("memory://merge/taken").write("model.safetensors/notes.txt", [b"x"])
-        with pytest.raises(ckpt.ConfigError, match=r"taken/model\.safetensors is a folder\. Name a file in it"):
+        with pytest.raises(
+            ckpt.ConfigError, match=r"taken/model\.safetensors is a folder\. Name a file in that folder"
+        ):
             ckpt.merge(dcp, "memory://merge/taken/model.safetensors")
 
     def test_a_source_of_no_known_kind(self, root: Place, tmp_path: Path) -> None:

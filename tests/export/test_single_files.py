@@ -127,6 +127,6 @@ def test_the_command_has_every_format_that_convert_has() -> None:
 def test_counters_that_are_not_taken_over_are_not_said_to_be(tmp_path: Path) -> None:
     torch.save({"model": net().state_dict(), "epoch": 2, "batch": 7, "step": torch.tensor(3)}, tmp_path / "a.pt")
     converted = ckpt.convert(tmp_path / "a.pt", tmp_path / "run")
-    assert "taken over (epoch), and the data starts over" in converted.approximated["progress"]
+    assert "carried over (epoch), and the data starts over" in converted.approximated["progress"]
     assert converted.skipped["step"].startswith("a tensor")
     assert "progress" in ckpt.convert(tmp_path / "run" / "a", tmp_path / "hf", to="hf").skipped

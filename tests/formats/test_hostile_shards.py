@@ -90,7 +90,7 @@ def test_a_checkpoint_like_these_that_is_right_is_loaded(sharded: Path, tmp_path
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (_layout(ranks=[0, 0]), "lists 2 ranks, 1 of them different"),
+        (_layout(ranks=[0, 0]), "lists 2 ranks, 1 of them distinct"),
         (_layout(ranks=[0, 2]), "contains rank 2, but there were only 2"),
         (_layout(ranks=[0, -1]), "size or offset"),
         (_layout(ranks=[0, True]), "size or offset"),
@@ -99,9 +99,9 @@ def test_a_checkpoint_like_these_that_is_right_is_loaded(sharded: Path, tmp_path
         (_layout(mesh=[1]), "a mesh of 1 lists 2 ranks"),
         (_layout(mesh=[], ranks=[], placements=[]), "a mesh of"),
         (_layout(mesh=[0], ranks=[]), "a mesh of 0 lists"),
-        (_layout(placements=[]), "can't be placements"),
-        (_layout(placements=["S0", "R"]), "can't be placements"),
-        (_layout(placements=["P"]), "can't be placements"),
+        (_layout(placements=[]), "are not valid placements"),
+        (_layout(placements=["S0", "R"]), "are not valid placements"),
+        (_layout(placements=["P"]), "are not valid placements"),
         (_layout(placements=[0]), "TypeError"),
         (_layout(placements=["S2"]), "it has no dimension"),
         (_layout(placements=["S0/999999999"]), "stands over 1 pieces of dimension 0"),

@@ -283,9 +283,9 @@ def test_what_was_loaded_in_part_is_neither_saved_nor_trained_on(damaged_at_its_
     with ckpt.StateManager(damaged_at_its_end, model=_large(2)) as manager:
         with pytest.raises(ckpt.DamagedError):
             manager.load_state("new")
-        with pytest.raises(ckpt.StateError, match="a load of new failed half-way"):
+        with pytest.raises(ckpt.StateError, match="a load of new failed halfway"):
             manager.save_state("mixed")
-        with pytest.raises(ckpt.StateError, match="a load of new failed half-way"):
+        with pytest.raises(ckpt.StateError, match="a load of new failed halfway"):
             next(manager.epochs(1))
         manager.load_state("old")
         manager.step()

@@ -554,7 +554,7 @@ def _load_trained(root: Path, model: nn.Linear, signing: ckpt.Signing) -> None:
             manager.load_state("a")
         except ckpt.DamagedError:
             if weight(model) == 7.0:
-                with pytest.raises(ckpt.StateError, match="failed half-way"):
+                with pytest.raises(ckpt.StateError, match="failed halfway"):
                     manager.save_state("c", wait=True)
             raise
 

@@ -117,7 +117,7 @@ def fit_in_an_unknown_order(rank: int, folder: str) -> None:
     for order in orders:
         run = lightning.Trainer(max_steps=1, callbacks=[CkptGenerators()], **together, **QUIET, default_root_dir=folder)
         run.fit(Regression(), StatefulDataLoader(points(), batch_size=4, **order))
-    said = [record.getMessage() for record in records if "the data in another order" in record.getMessage()]
+    said = [record.getMessage() for record in records if "the data in a different order" in record.getMessage()]
     assert len(said) == (1 if rank == 0 else 0)
     assert all("divides a sampler's samples among the ranks" in line for line in said)
 

@@ -65,7 +65,7 @@ def test_ctrl_c_during_a_load_does_not_wait_until_all_is_read(root: Place, slow:
         assert 0 < slow.reads < BLOCKS // 2
         slow.pause = 0.0
         for refused in (manager.step, manager.save_state):
-            with pytest.raises(ckpt.StateError, match="a load of a failed half-way"):
+            with pytest.raises(ckpt.StateError, match="a load of a failed halfway"):
                 refused()
         assert manager.load_state().name == "a"
         manager.save_state("b", wait=True)

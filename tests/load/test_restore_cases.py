@@ -500,9 +500,9 @@ class TestWhereANameLeads:
             assert here.resolve(name, SingleProcess()) == (here, "a")
         found, inside = here.resolve(f"{other}/a", SingleProcess())
         assert (inside, [tier.url for tier in found.tiers]) == ("a", [str(other)])
-        with pytest.raises(ConfigError, match="cannot name a checkpoint in"):
+        with pytest.raises(ConfigError, match="is neither the name of a checkpoint in"):
             here.resolve(f"{other}/none", SingleProcess())
-        with pytest.raises(ConfigError, match="cannot name a checkpoint"):
+        with pytest.raises(ConfigError, match="is not a valid checkpoint name"):
             here.resolve("..", SingleProcess())
 
     def test_elsewhere_is_no_tier(self, tmp_path: Path) -> None:
@@ -532,7 +532,7 @@ class TestWhereANameLeads:
             loader: StateLoader = manager.session.loader
             loader.refuse_half_loaded()
             loader._set_half_loaded("b")
-            with pytest.raises(ckpt.StateError, match="a load of b failed half-way"):
+            with pytest.raises(ckpt.StateError, match="a load of b failed halfway"):
                 manager.save_state("c")
             manager.load_state("a")
             loader.refuse_half_loaded()
@@ -741,7 +741,7 @@ class TestWhatFits:
             notes = Notes()
             return list(restore._own_parts(reader, request, notes)), notes
 
-        why = "saved by another number of ranks (2, and there are 3 here)"
+        why = "saved by a different number of ranks (2, and there are 3 here)"
         part, hooks = Own(), Own()
         assert kept(2, 1, 2, part, hooks={"hooks-00001": hooks}) == (["zero-00001"], Notes())
         assert (part.told, hooks.told) == ([], [("the checkpoint has no state of theirs", True)])
@@ -770,7 +770,7 @@ class TestWhatFits:
         why: Any = restore._why_none_of_its_own
         assert why(base, two) is None
         assert why(replace(base, origin="Tool"), two) == "Tool keeps none"
-        assert why(base, three) == "saved by another number of ranks (2, and there are 3 here)"
+        assert why(base, three) == "saved by a different number of ranks (2, and there are 3 here)"
         assert why(replace(base, hosts=(Host("x", (0, 1)),)), three).endswith("here) with separate roots")
 
     def test_layouts_in_words(self) -> None:

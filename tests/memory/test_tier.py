@@ -127,7 +127,7 @@ class TestGivingWay:
         )
         train(manager, 2)
         assert list(memory.iterdir()) == []
-        assert "are left to the training" in caplog.text
+        assert "is left for training" in caplog.text
         monkeypatch.setattr(room, "measure", own)
         train(manager, 6)
         assert names(memory) == ["step-00000010", "step-00000012"]
@@ -342,7 +342,7 @@ class TestRoom:
 
     def test_a_reserve_is_left_to_the_training(self) -> None:
         have = Room(tmpfs=10_000 * MB, memory=249 * MB, used=0, held=False)
-        assert "are left to the training" in room.problem(have, [100 * MB], "/dev/shm", 0)
+        assert "is left for training" in room.problem(have, [100 * MB], "/dev/shm", 0)
         assert room.problem(Room({**have, "memory": 250 * MB}), [100 * MB], "/dev/shm", 0) == ""
 
     def test_also_when_the_snapshots_are_there(self) -> None:
@@ -352,7 +352,7 @@ class TestRoom:
     def test_so_is_what_a_step_of_it_is_known_to_need(self) -> None:
         have = Room(tmpfs=10_000 * MB, memory=300 * MB, used=0, held=False)
         assert room.problem(have, [100 * MB], "/dev/shm", peak=100 * MB) == ""
-        assert "are left to the training" in room.problem(have, [100 * MB], "/dev/shm", peak=101 * MB)
+        assert "is left for training" in room.problem(have, [100 * MB], "/dev/shm", peak=101 * MB)
 
     def test_it_is_measured(self, tmp_path: Path) -> None:
         have = room.measure(tmp_path, 7)

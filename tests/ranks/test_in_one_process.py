@@ -124,7 +124,7 @@ def test_a_rank_that_does_not_answer_is_named_by_its_number_in_the_job() -> None
         job = Job(3, 0.2, members)
         with pytest.raises(RanksError, match=words) as raised:
             job.ranks[0].gather("save_state('a')", "")
-        assert "Nothing was committed; earlier checkpoints stay" in str(raised.value)
+        assert "Nothing was committed; earlier checkpoints are kept" in str(raised.value)
         assert "Every rank must make this call" in str(raised.value)
     late = Job(3, 0.2)
     late.ranks[1].gather("call", "")
@@ -142,7 +142,7 @@ def test_a_main_rank_that_does_not_decide_is_named_and_met_at_the_next_call() ->
     job = Job(2, 0.3)
     main, other = job.ranks
     other.gather("call", "lost")
-    with pytest.raises(RanksError, match=r"call: rank 0 did not answer within 0.3 s.* Earlier checkpoints stay"):
+    with pytest.raises(RanksError, match=r"call: rank 0 did not answer within 0.3 s.* Earlier checkpoints are kept"):
         other.broadcast("call", "")
     main.timeout = other.timeout = 60
     assert job.run(lambda ranks: (ranks.gather("again", "x"), ranks.broadcast("again", "y")))[0] == (["x", "x"], "y")

@@ -35,8 +35,8 @@ def test_a_time_that_is_none_is_refused_with_the_forms_that_are(tmp_path: Path, 
     with pytest.raises(ckpt.ConfigError) as raised:
         ckpt.StateManager(tmp_path / "run", model=nn.Linear(1, 1), save_every=text)
     assert str(raised.value) == (
-        f"StateManager: save_every={text!r} must be a number of steps, 1 or more, a time, as '10min', '90s' or '2h', "
-        "'auto', or a ckpt.Every."
+        f"StateManager: save_every={text!r} must be a number of steps, 1 or more, a time such as '10min', '90s' or "
+        "'2h', 'auto', or a ckpt.Every."
     )
 
 

@@ -115,7 +115,7 @@ class TestNames:
         ["", ".", "..", "a/b", "/a", "a\\b", ".hidden", "-a", "a..b", "a b", "a\n", "x" * 201, "é", "a:b", None, 3],
     )
     def test_what_could_lead_out_of_the_root_or_hide_in_it_is_refused(self, name: object) -> None:
-        with pytest.raises(ConfigError, match="cannot name a checkpoint"):
+        with pytest.raises(ConfigError, match="is not a valid checkpoint name"):
             check_name(name)  # type: ignore[arg-type]
 
     def test_a_name_that_is_not_there_is_answered_with_those_that_are(self, storage: Storage) -> None:

@@ -72,7 +72,7 @@ class TestRemoval:
     def test_keeps_a_checkpoint_that_was_saved_anew_since_it_was_listed(self, storage: Storage) -> None:
         old = save(storage, "a")
         new = save(storage, "a", NEWER, sequence=2)
-        assert remove_or_explain(storage, old) == "was saved again meanwhile"
+        assert remove_or_explain(storage, old) == "was saved again in the meantime"
         assert is_whole(storage, new)
 
     def test_keeps_a_checkpoint_that_a_newer_version_of_ckpt_has_saved_anew(
@@ -83,7 +83,7 @@ class TestRemoval:
             patch.setattr(manifest_format, "VERSION", 2)
             save(storage, "a", NEWER, sequence=2)
         before = keys(storage)
-        assert remove_or_explain(storage, old) == "was saved again meanwhile"
+        assert remove_or_explain(storage, old) == "was saved again in the meantime"
         assert keys(storage) == before
 
     def test_keeps_a_checkpoint_that_a_save_is_replacing(self, storage: Storage) -> None:

@@ -293,7 +293,7 @@ def test_a_checkpoint_that_a_live_process_is_writing_is_said_to_be_under_way(roo
         with beside(storage.gate, lambda: manager.save_state("new", wait=True)) as failed:
             code, text = _lines("verify", root)
             assert code == 0
-            assert "new  under way  a process is just saving or removing it" in text
+            assert "new  under way  a process is saving or removing it right now" in text
             assert ckpt.verify(root) == {"old": []}
             assert _lines("verify", root / "new")[0] == 1  # that one was asked for, and is not there
         assert failed == []

@@ -167,7 +167,7 @@ class TestAFile:
         assert VerifiedFile.of(root, "a", wrong, sha256=True).read(10, 20) == DATA[10:20]
         wrong = replace(good, head_sha256="0" * 64)
         assert VerifiedFile.of(root, "a", wrong).read(0, 7) == DATA[:7]
-        with pytest.raises(DamagedError, match=r"bytes 0 to 7\): its SHA-256 is another"):
+        with pytest.raises(DamagedError, match=r"bytes 0 to 7\): its SHA-256 differs"):
             VerifiedFile.of(root, "a", wrong, sha256=True).read(0, 7)
         unhashed_head = replace(good, head=(HEAD, "wrong"), head_sha256="")
         assert VerifiedFile.of(root, "a", unhashed_head, sha256=True).read(0, 7) == DATA[:7]  # by its block

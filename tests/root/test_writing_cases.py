@@ -947,7 +947,7 @@ class TestDeleting:
         for what in (made, summary):
             with root.lock("a", shared=True):
                 assert remove_or_explain(root, what) == "is being read"
-            assert remove_or_explain(root, replace(what, id="other")) == "was saved again meanwhile"
+            assert remove_or_explain(root, replace(what, id="other")) == "was saved again in the meantime"
         assert is_whole(root, made)
         kept = {key: root.read(key) for key in keys(root)}
         for name in (FILE_NAME, COPY_NAME):
@@ -1015,7 +1015,7 @@ class TestDeleting:
         assert sorted(path.name for path in tmp_path.iterdir() if "lock" not in path.name) == [
             ".step-2.uncommitted", "notes", "step-1"
         ]  # fmt: skip
-        assert "moved the files that others wrote there to .step-2.uncommitted" in caplog.text
+        assert "moved other programs' files from there to .step-2.uncommitted" in caplog.text
         assert was_cut_off(storage, "step-2")
         (tmp_path / "step-2").mkdir()
         (tmp_path / "step-2" / "hook.txt").write_text("x")

@@ -57,7 +57,7 @@ def test_the_best_one_is_no_room(small: Path) -> None:
 def test_the_newest_intact_one_is_never_removed_and_nothing_is_written(small: Path) -> None:
     refused, left = _saved(small, 5, 1).splitlines()
     assert refused.startswith(f"{small}/s2 needs 2.0 MB, but only ")
-    assert "are free there. Nothing was written or removed. Free some space" in refused
+    assert "is free there. Nothing was written or removed. Free some space" in refused
     assert left == "['s1'] {()}"
 
 

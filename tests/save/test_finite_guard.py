@@ -126,7 +126,7 @@ def _one_rank(rank: int, root: str) -> None:
         manager.save_state("good", wait=True)
         if rank == 1:
             nn.init.constant_(model.bias, math.nan)
-        with pytest.raises(ckpt.StateError, match=r"model: bias \(on rank 1\)\. Earlier checkpoints stay"):
+        with pytest.raises(ckpt.StateError, match=r"model: bias \(on rank 1\)\. Earlier checkpoints are kept"):
             manager.save_state("bad", wait=True)
 
 

@@ -248,7 +248,7 @@ class TestAFileThatTheDiskDoesNotReturn:
             manager.save_state("a")
             finish(manager)
             assert not manager.session.saver.root.damaged
-        assert f"A resume that comes to {root}/a stops while it cannot be read" in caplog.text
+        assert f"A resume that reaches {root}/a stops as long as ckpt can't read it" in caplog.text
 
     def test_for_a_reason_that_is_not_the_disks_is_left_as_it_is(
         self, root: Folder, caplog: pytest.LogCaptureFixture

@@ -839,7 +839,7 @@ class TestElsewhere:
         save(resumed := writer_at(str(tmp_path / "out"), other), "out")
         resumed.close()
         assert ", a checkpoint of another run" in caplog.text
-        with pytest.raises(ckpt.ConfigError, match="it is no local folder"):
+        with pytest.raises(ckpt.ConfigError, match="it is not a local folder"):
             writer_at("s3://bucket/out", root)
         root.hosts = Hosts((0, 1), ("x", "y"))
         with pytest.raises(ckpt.ConfigError, match="every host has a root of its own"):

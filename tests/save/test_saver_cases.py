@@ -534,7 +534,7 @@ class TestRoomOnTheDisk:
         monkeypatch.setattr(transaction, "_free", lambda path: 0)
         monkeypatch.setattr(transaction, "filesystem_type", lambda path: "ext4")
         writer.damaged.update(["s1", "s2", "s3"])
-        with pytest.raises(ckpt.FullError, match=r"are free there\. Nothing"):
+        with pytest.raises(ckpt.FullError, match=r"is free there\. Nothing"):
             make_room(writer, "s4", FACTS, 8192)
         writer.damaged.clear()
         make_room(writer, "s1", FACTS, 8192)  # what is replaced makes no room before the commit
@@ -547,12 +547,12 @@ class TestRoomOnTheDisk:
         monkeypatch.setattr(transaction, "filesystem_type", lambda path: "ext4")
         frees = sum(transaction._own_bytes(Path(writer.storage.url, name)) for name in ("s1", "s2"))
         assert frees >= 3 * 8192
-        with pytest.raises(ckpt.FullError, match=r"s4 needs .*, but only 1.0 kB are free there, .* that Keep would"):
+        with pytest.raises(ckpt.FullError, match=r"s4 needs .*, but only 1.0 kB is free there, .* that Keep would"):
             make_room(writer, "s4", FACTS, 1001 + frees)
         assert len(writer.lock.committed) == 3
         make_room(writer, "s4", FACTS, 1000 + frees)
         assert [summary.name for summary in writer.lock.committed] == ["s3"]
-        with pytest.raises(ckpt.FullError, match=r"are free there\. Nothing was written"):
+        with pytest.raises(ckpt.FullError, match=r"is free there\. Nothing was written"):
             make_room(writer, "s4", FACTS, 1001)
         monkeypatch.setattr(transaction, "filesystem_type", lambda path: "btrfs")
         make_room(writer, "s4", FACTS, 1001)
@@ -926,7 +926,7 @@ class TestAdvice:
         save(storage, "a")
         away = SimpleNamespace(newest=None)
         mirrored = SimpleNamespace(newest="b")
-        skips, none, stops = "A resume skips", "No other checkpoint is known", "A resume that comes to"
+        skips, none, stops = "A resume skips", "No other checkpoint is known", "A resume that reaches"
         for mirror, known_damaged, repair, told in (
             (None, set(), damaged, none),
             (away, set(), damaged, none),

@@ -190,7 +190,7 @@ def _load_others(rank: int, folder: str) -> None:
 
 
 def _load_by_more(rank: int, folder: str) -> None:
-    _load_warm(rank, folder, POWER["warm"], "saved by another number of ranks (2, and there are 3 here)")
+    _load_warm(rank, folder, POWER["warm"], "saved by a different number of ranks (2, and there are 3 here)")
 
 
 @pytest.mark.slow
@@ -277,7 +277,7 @@ def _with_branches(rank: int, folder: str, swapped: bool) -> None:
             manager.load_state("a")
         _train(model, optimizer, range(SAVED))
         manager.save_state("b" if swapped else "a", wait=True)
-    assert len([text for text in said if "gradients arrived in another order" in text]) == swapped
+    assert len([text for text in said if "gradients arrived in a different order" in text]) == swapped
     assert state.error_dict
 
 

@@ -149,9 +149,9 @@ def _saved_cases(rank: int, folder: str) -> None:
 
 def _refused_cases(rank: int, folder: str) -> None:
     reasons = {
-        "preconditioned": "its preconditioner is not kept by element, so that it fits no other number of ranks",
+        "preconditioned": "its preconditioner is not stored per element, so it fits only the same number of ranks",
         "aligned": "another parameter_alignment than here",
-        "separate-0": r"saved by another number of ranks \(2, and there are 1 here\) with separate roots",
+        "separate-0": r"saved by a different number of ranks \(2, and there are 1 here\) with separate roots",
     }
     for root, why in reasons.items():
         engine = _case(rank, root)

@@ -208,7 +208,7 @@ def _load_factored(rank: int, folder: str) -> None:
         pytest.raises(ckpt.MismatchError, match=r"state\.table: each of the 2 ranks .*row_var") as refused,
     ):
         manager.load_state("saved")
-    assert "a mean over what a rank has" in str(refused.value)
+    assert "a mean over one rank's shard" in str(refused.value)
     assert "state.up" not in str(refused.value)
 
 

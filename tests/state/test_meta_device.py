@@ -100,7 +100,7 @@ def test_a_load_that_fails_later_leaves_nothing_that_could_be_saved(saved: tuple
     with ckpt.StateManager(root, model=model, optimizer=torch.optim.AdamW(model.parameters())) as manager:
         with pytest.raises(ckpt.DamagedError):
             manager.load_state("saved")
-        with pytest.raises(ckpt.StateError, match="failed half-way"):
+        with pytest.raises(ckpt.StateError, match="failed halfway"):
             manager.save_state("after", wait=True)
 
 

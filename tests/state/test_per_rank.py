@@ -103,7 +103,7 @@ def test_what_is_registered_for_all_ranks_is_not_taken_for_a_ranks_own_nor_the_o
 def test_a_name_is_given_once_and_per_rank_is_true_or_false(tmp_path: Path) -> None:
     with _manager(str(tmp_path)) as manager:
         manager.register(buffer=_Buffer(1), per_rank=True)
-        with pytest.raises(ckpt.ConfigError, match="there is such a part already"):
+        with pytest.raises(ckpt.ConfigError, match="a part of that name already exists"):
             manager.register(buffer=_Buffer(1))
         with pytest.raises(ckpt.ConfigError, match="must be True or False"):
             manager.register(per_rank=_Buffer(1))

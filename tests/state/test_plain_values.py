@@ -108,7 +108,7 @@ def test_a_value_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) 
 def test_an_object_cannot_take_the_name_of_a_value(tmp_path: Path) -> None:
     with manager(tmp_path) as run:
         run.register(best=1.0)
-        with pytest.raises(ConfigError, match="value by that name"):
+        with pytest.raises(ConfigError, match="value of that name"):
             run.register(best=nn.Linear(1, 1))
 
 

@@ -323,15 +323,15 @@ def test_what_cannot_be_registered_is_named_and_nothing_else_is() -> None:
     registry.register({"counter": Counter(), "generator": random.Random(), "best": 1.5})
     registry.register({"own": Counter()}, per_rank=True)
     cases: list[tuple[dict[str, Any], bool, str]] = [
-        ({"model": Counter()}, False, "model: there is such a part already"),
-        ({"counter": Counter()}, False, "counter: there is such a part already"),
-        ({"generator": Counter()}, False, "generator: there is such a part already"),
-        ({"own": Counter()}, False, "own: there is such a part already"),
-        ({"rng": Counter()}, False, "rng: there is such a part already"),
-        ({"best": Counter()}, False, "there is a value by that name already"),
+        ({"model": Counter()}, False, "model: a part of that name already exists"),
+        ({"counter": Counter()}, False, "counter: a part of that name already exists"),
+        ({"generator": Counter()}, False, "generator: a part of that name already exists"),
+        ({"own": Counter()}, False, "own: a part of that name already exists"),
+        ({"rng": Counter()}, False, "rng: a part of that name already exists"),
+        ({"best": Counter()}, False, "a value of that name already exists"),
         ({"new": Counter}, False, "Counter is a class"),
-        ({"a b": Counter()}, False, "cannot name a part"),
-        ({"a..b": Counter()}, False, "cannot name a part"),
+        ({"a b": Counter()}, False, "is not a valid part name"),
+        ({"a..b": Counter()}, False, "is not a valid part name"),
         ({"new": [1]}, False, r"a list is kept by manager.values\['new'\]"),
         ({"new": object()}, False, "a object has no state_dict and load_state_dict"),
         ({"new": 3}, True, "a int has no state_dict"),
@@ -360,8 +360,8 @@ def test_objects_that_cannot_be_managed_are_named_all_at_once() -> None:
     for words in (
         "model.a is a Counter, not a torch.nn.Module",
         "optimizer.b is a Linear, a torch.nn.Module: give it as model=",
-        "optimizer.c is a ExponentialLR, which is no optimizer",
-        "scheduler.e is a SGD, which is no scheduler",
+        "optimizer.c is a ExponentialLR, which is not a valid optimizer",
+        "scheduler.e is a SGD, which is not a valid scheduler",
         "optimizer.d is a object, which has no state_dict",
     ):
         assert words in str(raised.value)
@@ -387,7 +387,7 @@ def test_objects_have_keys_by_their_kind_and_name() -> None:
     first.optimizers = (first,)  # type: ignore[attr-defined]
     assert list(named("optimizer", first)) == ["optimizer"]
     for name in ("a b", "", 3, "a/b"):
-        with pytest.raises(ConfigError, match="cannot name a part"):
+        with pytest.raises(ConfigError, match="is not a valid part name"):
             named("model", {name: one})
     assert [is_part_name(name) for name in ("a", "A-1_b", "", "a.b", "a b", None)] == [True, True] + [False] * 4
 
@@ -428,7 +428,7 @@ def test_what_is_given_without_a_keyword_is_refused() -> None:
     refuse_unnamed(None, [])
     model = _model()
     for root, others, words in ((model, [], "Linear"), ("runs/x", [model], "Linear"), (_sgd(model), [3], "SGD, int")):
-        with pytest.raises(TypeError, match=f"but you also passed {words} without one"):
+        with pytest.raises(TypeError, match=f"but you also passed {words} by position"):
             refuse_unnamed(root, others)
 
 

@@ -113,7 +113,7 @@ class TestAServerWithoutEnd:
 
     def test_nor_with_a_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fsspec_stores, "_MOST_WITHOUT_LENGTH", 1 << 20)
-        with server(has_no_end) as url, pytest.raises(StorageError, match="does not say how long it is"):
+        with server(has_no_end) as url, pytest.raises(StorageError, match="does not say how long the file is"):
             open_storage(url, **QUICK).read("model.safetensors")
 
     def test_is_listed_to_some_depth(self) -> None:

@@ -386,7 +386,7 @@ attempt(lambda: LocalStorage(sys.argv[1]).write("object", [b"x" * 1_000_000]))
     def test_a_full_disk_is_a_full_error_and_leaves_the_old_object(self, tiny: Path) -> None:
         storage = LocalStorage(tiny)
         storage.write("folder/object", [b"the old one"])
-        with pytest.raises(FullError, match=r"No space left on device.* GB are free there.*Free some space"):
+        with pytest.raises(FullError, match=r"No space left on device.* GB is free there.*Free some space"):
             storage.write("folder/object", (b"x" * 4096 for _ in range(256)))
         assert everything(tiny) == {"folder/object"}
         assert storage.read("folder/object") == b"the old one"

@@ -155,7 +155,7 @@ def test_a_checkpoint_on_a_server_without_an_index_is_found_by_its_manifest(run:
         ckpt.load_model(f"{url}/run/{NAME}", loaded := model(1))
         assert torch.equal(loaded.weight, model().weight)
         ckpt.pull(f"{url}/run/{NAME}", tmp_path / "back")
-        with pytest.raises(ckpt.MissingError, match="shows neither a list of its files"):
+        with pytest.raises(ckpt.MissingError, match="provides neither a list of its files"):
             ckpt.verify(f"{url}/run")
         (run / NAME / "model.safetensors").unlink()
         assert ckpt.verify(f"{url}/run/{NAME}") == {NAME: ["model.safetensors is missing"]}

@@ -562,7 +562,7 @@ manager.save_state("a")
         model, other = nn.Linear(3, 3), nn.Linear(3, 3)
         with ckpt.StateManager(s3, model=model, storage_options=options) as manager:
             manager.save_state("a", wait=True)
-            with pytest.raises(ckpt.ConfigError, match="is not a folder that Accelerate saved"):
+            with pytest.raises(ckpt.ConfigError, match="nor a folder that Accelerate saved"):
                 manager.load_state(f"{s3}-others/elsewhere")
             with pytest.raises(ckpt.MissingError, match="no checkpoint 'elsewhere' in"):
                 manager.load_state(f"{s3}/elsewhere")

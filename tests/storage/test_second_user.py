@@ -316,7 +316,7 @@ class TestWhoMayOnlyRead:
         storage.write("a", [b"old"])
         with nobody(LOCK, place / "root" / ".renames.ckpt-lock", place / "root" / ".step.ckpt-lock") as opened:
             assert opened == 2
-            with pytest.raises(StorageError, match=r"by process \d+ of user nobody, which runs since 20") as caught:
+            with pytest.raises(StorageError, match=r"by process \d+ of user nobody, running since 20") as caught:
                 storage.write("a", [b"x"], over=storage.version("a"))
             assert not isinstance(caught.value, LockedError)  # nobody takes "a" to be in use
             with pytest.raises(LockedError, match="of user nobody"), storage.lock("step"):

@@ -117,8 +117,8 @@ class TestLinksInside:
         (errno.ELOOP, "read", AbsentError, "where is no object: Too many levels"),
         (errno.ENAMETOOLONG, "list", AbsentError, "where is no object: File name too long"),
         (errno.ENOTDIR, "write", StorageError, "could not write where: Not a directory."),
-        (errno.ENOSPC, "write", FullError, "GB are free there. Free some space"),
-        (errno.EDQUOT, "write", FullError, "GB are free there. Free some space"),
+        (errno.ENOSPC, "write", FullError, "GB is free there. Free some space"),
+        (errno.EDQUOT, "write", FullError, "GB is free there. Free some space"),
         (errno.EACCES, "read", DeniedError, "Make shown readable"),
         (errno.EPERM, "list", DeniedError, "Make shown readable"),
         (errno.EROFS, "write", DeniedError, "Make shown writable"),
@@ -150,8 +150,8 @@ def test_a_disk_without_inodes_is_said_to_have_none(tmp_path: Path, monkeypatch:
         return str(translated(full, "write", "where", tmp_path, "shown"))
 
     assert "No inodes are left there" in told(f_files=10, f_favail=0)
-    assert "3.00 GB are free there" in told(f_files=10, f_favail=1)
-    assert "3.00 GB are free there" in told(f_files=0, f_favail=0)  # a filesystem that counts none
+    assert "3.00 GB is free there" in told(f_files=10, f_favail=1)
+    assert "3.00 GB is free there" in told(f_files=0, f_favail=0)  # a filesystem that counts none
     monkeypatch.undo()
     assert "Free some space, then save again." in str(translated(full, "write", "where", tmp_path / "gone", "shown"))
 
@@ -410,9 +410,7 @@ class TestLocks:
         storage = LocalStorage(tmp_path)
         with storage.lock("object"), pytest.raises(LockedError) as caught, storage.lock("object"):
             pass
-        found = re.search(
-            r"object is held: by process (\d+) of user (\S+), which runs since (\S+)\.", str(caught.value)
-        )
+        found = re.search(r"object is held: by process (\d+) of user (\S+), running since (\S+)\.", str(caught.value))
         assert found is not None
         assert int(found.group(1)) == os.getpid()
         began = time.mktime(time.strptime(found.group(3), "%Y-%m-%dT%H:%M:%SZ")) - time.timezone

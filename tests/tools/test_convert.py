@@ -529,7 +529,7 @@ class TestBadInput:
             ("random_states", "random_states_0.pkl", "random_states_1.pkl"),
         ):
             (copy / first).rename(copy / second)
-            with pytest.raises(ckpt.DamagedError, match=f"{second} is there, but {kind} number 0 is missing"):
+            with pytest.raises(ckpt.DamagedError, match=f"it has {second}, but {kind} number 0 is missing"):
                 ckpt.convert(copy, copy.parent / "root")
             (copy / second).rename(copy / first)
         assert ckpt.list_checkpoints(copy.parent / "root") == []

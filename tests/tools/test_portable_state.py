@@ -162,7 +162,8 @@ def test_names_that_no_manager_or_file_can_have_are_changed_and_told(state: Port
     assert len(set(names.values())) == len(keys)
     assert all(portable_state._is_usable(name) for name in names.values())
     assert (
-        found.approximated["my_part"] == "'my part' in the source, which cannot name a part: register it as 'my_part'"
+        found.approximated["my_part"]
+        == "'my part' in the source, which is not a valid part name: register it as 'my_part'"
     )
     assert found.approximated.keys() == {new for key, new in names.items() if new != key}
     assert not any(map(portable_state._is_usable, ("rng", "rng.a", "", "x" * 101, "my part")))
@@ -251,7 +252,9 @@ class TestConvert:
         assert not ckpt.diff(tmp_path / "root" / "a", tmp_path / "root" / "b")
         assert ckpt.verify(tmp_path / "root") == {"a": [], "b": []}
         named: Any = SimpleNamespace(name="a/b")
-        with pytest.raises(ConfigError, match=r"the source's name, 'a/b', cannot name a checkpoint\. Choose another"):
+        with pytest.raises(
+            ConfigError, match=r"the source's name, 'a/b', is not a valid checkpoint name\. Choose another"
+        ):
             _checkpoint_name(named)
 
     def test_what_is_left_out_is_not_said_to_be_approximated_too(self, state: PortableState) -> None:
@@ -302,7 +305,7 @@ class TestConvert:
         parts, skipped = converting.export_accelerate(state, tmp_path / "b", lambda size: None)
         assert parts[-1] == "rng"
         assert "continue with epoch 2, and there with accelerator.skip_first_batches(loader, 0)" in skipped["progress"]
-        assert skipped["generator"] == "Accelerate keeps no generators but the global ones"
+        assert skipped["generator"] == "Accelerate keeps only the global generators"
         bare = replace(state, own_state=None, progress=Progress(), approximated={"rng": "why"})
         (tmp_path / "c").mkdir()
         parts, skipped = converting.export_accelerate(bare, tmp_path / "c", lambda size: None)
@@ -338,7 +341,9 @@ class TestMegatron:
         objects, skipped = _objects({"a.mlp._extra_state": None, "b.mlp._extra_state": 5, "other": None})
         assert len(objects) == 1
         assert list(objects.values()) == [[None]]
-        assert skipped == dict.fromkeys(("model.b.mlp._extra_state", "model.other"), "no tensor: it is not written")
+        assert skipped == dict.fromkeys(
+            ("model.b.mlp._extra_state", "model.other"), "not a tensor, so it is not written"
+        )
 
 
 def test_the_configuration_of_a_model_comes_along_whatever_is_trained_with_it(tmp_path: Path) -> None:

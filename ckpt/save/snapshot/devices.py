@@ -73,7 +73,8 @@ class Device:
         return torch.empty(size, dtype=torch.uint8)
 
     def register(self, memory: torch.Tensor) -> bool:
-        """Let the device write to these pages of host memory until `unregister`. Returns False if the device can't."""
+        """Let the device write to these pages of host memory until you call `unregister`. Returns False if the device
+        can't."""
         return False
 
     def unregister(self, memory: torch.Tensor) -> None:
@@ -97,7 +98,7 @@ class StreamedDevice(Device):
         with self._module.device(self.device):
             if self._module.is_current_stream_capturing():
                 raise StateError(
-                    "you called save_state() while CUDA captures a graph. Save before or after the capture."
+                    "you called save_state() while CUDA was capturing a graph. Save before or after the capture."
                 )
             current = self._module.current_stream(self.device)
             others = [stream for stream in self._streams if stream != current]

@@ -124,7 +124,7 @@ class RunFacts:
 
     @cached_property
     def goodput(self) -> Goodput | None:
-        """Where the time went; None if the history has no attempts."""
+        """Where the run's time went; None if the history has no attempts."""
         return Goodput.of([past for past in self.attempts if past.seconds])
 
     @cached_property
