@@ -158,7 +158,7 @@ def test_nobody_waits_for_a_rank_that_has_failed_or_ended_or_is_silent() -> None
     ranks = Noted(r1="")
     group_of(ranks)._check_members(watch, late=False)
     assert ranks.watched == [[2]]
-    with pytest.raises(FollowingError, match="rank 1 read different bytes"):
+    with pytest.raises(FollowingError, match="rank 1 and this rank read different bytes"):
         group_of(Noted(r1=""))._check_members(watch, late=True)
     with pytest.raises(FollowingError, match="rank 2: OSError: x"):
         group_of(Noted(r1="", r2="OSError: x"))._check_members(watch, late=False)

@@ -831,7 +831,7 @@ class TestPlaces:
             Place.at(tmp_path / "root" / "a" / "model.safetensors")
         file = tmp_path / "plain.safetensors"
         assert (Place.at(file, format="hf").format, Place.at(file, format="torch", must=False).format) == (HF, HF)
-        with pytest.raises(ConfigError, match=r"plain\.safetensors is not in the format torch: it is a file of"):
+        with pytest.raises(ConfigError, match=r"plain\.safetensors is not in the format torch: it was written by"):
             Place.at(file, format="torch")
         os.symlink(tmp_path / "odd.txt", tmp_path / "named.pt")  # its own name says what it holds
         assert Place.at(tmp_path / "named.pt").where == str(tmp_path / "named.pt")

@@ -424,7 +424,7 @@ def test_what_cannot_be_marked_is_refused_and_alone_nothing_is_marked(
     with pytest.raises(ConfigError, match="ReLU has no parameters"):
         marked_shards.mark_sharded(nn.ReLU())
     monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
-    with pytest.raises(ConfigError, match="a group of 1 of 2 ranks"):
+    with pytest.raises(ConfigError, match="the group has only 1 of 2 ranks"):
         marked_shards.mark_sharded(module)
     with pytest.raises(ConfigError, match="one dimension of the mesh, not 2"):
         marked_shards.mark_sharded(module, mesh=SimpleNamespace(get_group=None, ndim=2))

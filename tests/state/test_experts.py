@@ -139,7 +139,7 @@ def _refuse_to_mark(rank: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
     for wrong, said in (
         ({"mesh": mesh}, "one dimension of the mesh, not 2"),
-        ({"mesh": dist.new_group([0])}, "a group of 1 of 2 ranks"),
+        ({"mesh": dist.new_group([0])}, "the group has only 1 of 2 ranks"),
         ({"dim": 1}, "bias: it has 1 dimensions, but dim=1"),
         ({"names": ["scale"]}, "scale: there is no such parameter"),
     ):

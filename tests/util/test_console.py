@@ -166,7 +166,7 @@ def test_a_bar_is_one_row_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None
     with progress_bar("looking for intact files of a-checkpoint-with-a-name", 4e12, in_bytes=True) as advance:
         advance(4e9)
     frames = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", terminal.getvalue()).splitlines()
-    assert any(re.fullmatch(r"looking for intact files of a-ch… ━{24} [\d.]+/4.0 TB -:--:--", one) for one in frames)
+    assert any(re.fullmatch(r"looking for intact files of a-c… ━{24} [\d.]+/4.0 TB -:--:--", one) for one in frames)
 
 
 @pytest.mark.usefixtures("terminal_at_once")
