@@ -545,9 +545,9 @@ class SavedEngine:
         missing = [rank for rank in range(len(found)) if rank not in found]
         if missing or len(found) != len(matches):
             raise DamagedError(
-                f"{self.folder.where} is damaged: it should have one file such as {matches[0].string} for each of "
-                f"{len(found)} ranks, but rank {', '.join(map(str, missing[:_FEW])) or 0} has none or two. Copy all "
-                "files of one save into that folder."
+                f"{self.folder.where} is damaged: each of the {len(found)} ranks should have exactly one file such as "
+                f"{matches[0].string}, but rank {', '.join(map(str, missing[:_FEW])) or 0} has none or several. Copy "
+                "all files of one save into that folder."
             )
         return [found[rank] for rank in range(len(found))]
 
