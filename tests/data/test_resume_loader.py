@@ -294,7 +294,7 @@ def test_a_stream_of_persistent_workers_resumes_its_samples_and_says_what_it_can
 
 def test_samples_of_a_loader_that_reads_ahead_of_another_neither_repeat_nor_are_missed(anywhere: str) -> None:
     def make() -> Iterable[Any]:
-        sampler = DistributedSampler(Numbers(), 2, 1)
+        sampler: DistributedSampler[Any] = DistributedSampler(Numbers(), 2, 1)
         return Around(DataLoader(Numbers(), 4, sampler=sampler), ahead=True)
 
     _seed(1)
