@@ -27,6 +27,8 @@ def goes_by_index(loader: Any) -> TypeGuard[DataLoader[Any]]:
     """Whether a position is restored by indices: map-style data, unless the loader saves the state of its parts."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
+    if any(isinstance(part, DataLoader) for part in vars(loader).values()):
+        return False  # as Ray Train's: it reads the other loader, and what its own sampler yields is never read
     parts = [loader.dataset, *samplers.samplers(loader)]
     return not (has_state(loader) and any(has_state(part) for part in parts))
 
@@ -149,6 +151,20 @@ def own_iterator(loader: Any) -> Iterator[Any]:
     own, _ = vars(type(loader)).get(_OWN, (None, None))
     found: Iterator[Any] = iter(loader) if own is None else own.__iter__(loader)
     return found
+
+
+def begun_once(iterator: Iterator[Any], loader: Any) -> Iterator[Any]:
+    """The iterator; where it is the loader itself, one that a `for` doesn't begin again: `iter(loader)` would."""
+    return _steps(iterator) if iterator is loader else iterator
+
+
+def _steps(iterator: Iterator[Any]) -> Iterator[Any]:
+    while True:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        yield batch
 
 
 def _set_class(loader: Any, kind: type) -> None:

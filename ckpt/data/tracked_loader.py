@@ -45,6 +45,7 @@ from ckpt.data.loader_info import (
     MakeIterator,
     batch_size,
     batches_skipped,
+    begun_once,
     goes_by_index,
     keeper_of,
     only_counts,
@@ -310,7 +311,7 @@ class RestoreStrategy(ABC):
 
     def __init__(self, cursor: Cursor, make_iterator: MakeIterator) -> None:
         self._cursor = cursor
-        self._make_iterator = make_iterator
+        self._make_iterator: MakeIterator = lambda: begun_once(make_iterator(), cursor.loader)
         self._lookahead: Lookahead | None = None
         self._contents: Contents | None = None  # of a stream that can only be replayed
 

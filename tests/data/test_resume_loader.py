@@ -140,6 +140,41 @@ class StatefulSampler(OwnSampler):
         self.turn = state["turn"]
 
 
+class Around(DataLoader[Any]):
+    """Another loader's batches, as Ray Train's `prepare_data_loader` yields them: it has the other's attributes, and is
+    its own iterator. With `ahead`, it has read the next batch before it yields one, as Ray's does."""
+
+    def __init__(self, inner: DataLoader[Any], *, ahead: bool = False) -> None:
+        self.__dict__.update(vars(inner))
+        self._inner, self._ahead = inner, ahead
+        self._read: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._batches = iter(self._inner)
+        self._read = [next(self._batches)] if self._ahead else []
+        return self
+
+    def __next__(self) -> Any:
+        self._read.extend(itertools.islice(self._batches, 1))
+        if not self._read:
+            raise StopIteration
+        return self._read.pop(0)
+
+
+class BeginsAgain:
+    """No DataLoader, and its own iterator: `iter` begins at the first batch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self._at = 0
+        return self
+
+    def __next__(self) -> Any:
+        if self._at == 6:
+            raise StopIteration
+        self._at += 1
+        return torch.full((4,), self._at)
+
+
 def _workers(**options: Any) -> DataLoader[Any]:
     return DataLoader(Numbers(), 4, num_workers=2, multiprocessing_context="fork", **options)
 
@@ -161,6 +196,7 @@ LOADERS: dict[str, Callable[[], Iterable[Any]]] = {
     "a batch sampler": lambda: DataLoader(Numbers(), batch_sampler=BatchSampler(OwnSampler(), 5, drop_last=False)),
     "no batches": lambda: DataLoader(Numbers(), batch_size=None, shuffle=True),
     "distributed": lambda: DataLoader(Numbers(), 4, sampler=DistributedSampler(Numbers(), 2, 1)),
+    "around another": lambda: Around(DataLoader(Numbers(), 4, shuffle=True)),
     "data with state": lambda: DataLoader(StatefulNumbers(), 4, shuffle=True),
     "workers": lambda: _workers(shuffle=True),
     "workers and a generator": lambda: _workers(shuffle=True, generator=torch.Generator().manual_seed(5)),
@@ -174,6 +210,7 @@ LOADERS: dict[str, Callable[[], Iterable[Any]]] = {
     "a stream": lambda: DataLoader(Stream(), 4),
     "a stream with workers": lambda: DataLoader(Stream(), 4, num_workers=2, multiprocessing_context="fork"),
     "a stream with state": lambda: DataLoader(StatefulStream(), 4),
+    "own class": BeginsAgain,
     "a list": lambda: [torch.arange(4) + 4 * batch for batch in range(6)],
 }
 
@@ -253,6 +290,18 @@ def test_a_stream_of_persistent_workers_resumes_its_samples_and_says_what_it_can
 
     _, restored, _ = _interrupted(anywhere, make, len(list(make())) + 2, 2)
     assert "draw at random" in restored.approximated["loader.0.workers"]
+
+
+def test_samples_of_a_loader_that_reads_ahead_of_another_neither_repeat_nor_are_missed(anywhere: str) -> None:
+    def make() -> Iterable[Any]:
+        sampler: DistributedSampler[Any] = DistributedSampler(Numbers(), 2, 1)
+        return Around(DataLoader(Numbers(), 4, sampler=sampler), ahead=True)
+
+    _seed(1)
+    with ckpt.StateManager(f"{anywhere}/{next(_roots)}", model=nn.Linear(1, 1)) as manager:
+        straight = _train(manager, make(), 2, None)
+    seen, _, _ = _interrupted(anywhere, make, 4, 2)
+    assert [line.split("]")[0] for line in seen] == [line.split("]")[0] for line in straight]
 
 
 @pytest.mark.parametrize("name", ["shuffle", "own sampler", "own batch sampler", "distributed", "stateful loader"])
