@@ -313,9 +313,9 @@ restarts out.
 - **best fixed**: the best interval within the bounds of `auto`: at least a minute, and at least twice as long as a
   save takes until it is durable.
 - **more**: how much more `auto` loses than the best fixed interval, as a share of what that interval loses. A negative
-  figure is chance: the failures are the same, but they come at different moments between the saves.
-- **unaware**: what `auto` loses if you tell it the published failure rate, and it must learn the true rate from the
-  failures of its run.
+  figure is due to chance: the failures are the same, but they come at different moments between the saves.
+- **unaware**: what `auto` loses if you tell it only the published failure rate, so that it must learn the true rate
+  from the failures of its run.
 - **no bounds**: what the best interval loses if the bounds of `auto` do not apply. The difference is the price of
   leaving the disk idle for at least half of the time. If that price matters to you, take snapshots in memory
   ([memory](memory.md)).
@@ -324,18 +324,18 @@ The worst of these {cases} cases loses {worst} more than the best fixed interval
 
 ## Assumptions
 
-- Failures come at random, at the same rate all the time, and each stops the whole job. Half of the failures also take
-  a machine down.
-- Every GPU holds 14.9 GB and writes at the speed of the measured disk, however large the job is: storage grows with
-  the job, and waiting for the slowest rank costs nothing. Both assumptions favour short intervals, and favour all
-  libraries equally.
-- A restart takes {restart:g} s: to notice the failure, to schedule and start the job, to compile, and to load. The
-  simulation ignores that some libraries load a few seconds faster than others.
-- If a library doesn't sync its files, the loss of a machine takes the files of the last {write_back:g} s with it. A
+- Failures come at random and at a constant rate, and each failure stops the whole job. Half of the failures also take a
+  machine down.
+- Every GPU holds 14.9 GB and writes at the speed of the measured disk, however large the job is: storage grows with the
+  job, and waiting for the slowest rank costs nothing. Both assumptions favour short intervals, to the same degree for
+  all libraries.
+- A restart takes {restart:g} s, to notice the failure, to schedule and start the job, to compile, and to load. In the
+  simulation, all libraries load equally fast; in reality, some are a few seconds faster than others.
+- If a library doesn't sync its files, the loss of a machine also destroys the files of the last {write_back:g} s. A
   failure in the middle of a save costs only that save. In our tests, some libraries did not resume at all after such a
   failure; in the simulation, they do.
 - Background saves slow training down by no more than we measured. The simulation leaves out the time that you need to
-  check a checkpoint or to repair it by hand.
+  check or repair a checkpoint by hand.
 """
 
 

@@ -11,11 +11,11 @@ from tests.docs.pages import DOCS
 from tests.weight import sources
 
 PAGE = (DOCS / "errors.md").read_text()
-ENTRY = re.compile(r"^### (\w+)\n\n\*\*Cause\.\*\* .+?\*\*Way out\.\*\* \S", re.MULTILINE | re.DOTALL)
+ENTRY = re.compile(r"^### (\w+)\n\n\*\*Cause\.\*\* .+?\*\*What to do\.\*\* \S", re.MULTILINE | re.DOTALL)
 CLASSES = [name for name, value in vars(errors).items() if inspect.isclass(value) and value.__module__ == "ckpt.errors"]
 
 
-def test_every_class_of_error_has_an_entry_with_a_cause_and_a_way_out() -> None:
+def test_every_class_of_error_has_an_entry_with_a_cause_and_what_to_do() -> None:
     headings = re.findall(r"^### (\w+)", PAGE, re.MULTILINE)
     assert sorted(headings) == sorted(CLASSES)
     sections = re.split(r"^(?=### )", PAGE, flags=re.MULTILINE)[1:]
