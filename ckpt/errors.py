@@ -52,7 +52,7 @@ class StateError(CkptError):
 
 
 class UnsupportedError(StateError):
-    """The state has values that a checkpoint can't hold. `problems` lists these values by their paths."""
+    """The state has values that a checkpoint can't hold; `problems` lists them by their paths."""
 
     def __init__(self, message: str, problems: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -68,7 +68,7 @@ class MismatchError(StateError):
 
 
 class MetricError(StateError):
-    """ckpt can't rank checkpoints by this metric: it is NaN, or no checkpoint has it."""
+    """ckpt can't rank checkpoints by the chosen metric: it is NaN, or no checkpoint has it."""
 
 
 class CheckpointError(CkptError):
@@ -76,7 +76,7 @@ class CheckpointError(CkptError):
 
 
 class MissingError(CheckpointError, LookupError):
-    """No checkpoint has that name, or there is no checkpoint at all."""
+    """No checkpoint has the requested name, or there is no checkpoint at all."""
 
 
 class DamagedError(CheckpointError):
@@ -121,7 +121,7 @@ class NotDurableError(StorageError):
 
 
 class ConflictError(StorageError):
-    """Somebody else wrote the same object in the meantime, and ckpt did not overwrite it."""
+    """Another process wrote the same object in the meantime, and ckpt did not overwrite it."""
 
 
 class TransientError(StorageError):

@@ -58,8 +58,8 @@ class StateManager:
                     loss = train_step(batch)
                     manager.step(metrics={"loss": loss})
 
-    If training has several processes, each of them builds the manager and makes the same calls. Rank 0 writes the
-    manifest.
+    If training runs in several processes, every process must build the manager and make the same calls. Rank 0 writes
+    the manifest.
 
     Args:
         root: The place for the checkpoints: a path, a URL or a storage. ckpt connects to a remote root at once.
@@ -183,9 +183,9 @@ class StateManager:
         steps repeated after a crash, waiting for saves, starting and loading, and downtime between attempts. If an
         attempt was killed, ckpt knows only what it wrote after its last save, so `share` is a lower bound.
 
-        ckpt reads the history in the root, which is one small file. So call `goodput` now and then, not after every
-        step. Only the main rank knows the history: the others get None, and so does the main rank if the history can't
-        be read, or if the root is on the Hub and has no history.
+        Each call reads the history in the root, a small file, so call `goodput` now and then, not after every step.
+        Only the main rank knows the history: the others get None, and so does the main rank if the history can't be
+        read, or if the root is on the Hub and has no history.
         """
         return self._session.saver.root.goodput()
 
@@ -212,8 +212,8 @@ class StateManager:
         """Manage more objects, each under its name. Every rank must make this call.
 
         ckpt saves each rank's own generators (torch, NumPy, Python), and each rank's own state of an object if the
-        ranks differ. If you resume with the same number of ranks, each rank gets its own state back. Otherwise all
-        ranks get the main rank's state.
+        ranks differ. If you resume with the same number of ranks, each rank gets its own state back. If the number
+        differs, all ranks get the main rank's state.
 
         Args:
             per_rank: Keep each rank's own state on any number of ranks. The objects of new ranks keep their state; ckpt
@@ -234,11 +234,11 @@ class StateManager:
         return unwrap(models[0] if model is None else model)
 
     def epochs(self, total: int) -> Iterator[int]:
-        """Iterate over the remaining epochs of `total`: from where the last run stopped, or from scratch.
+        """Iterate over the epochs up to `total`: from where the last run stopped, or from the first epoch.
 
-        If `save_every` has steps or a time, ckpt saves the final state after the last epoch, as `step-00001000`. If
-        ckpt has already saved that step, it adds to that checkpoint whatever the end of the epoch has changed. With
-        `Every(epoch_end=True)`, ckpt also saves at the end of every epoch, before the next one begins.
+        If `save_every` has steps or a time, ckpt saves the final state after the last epoch, as `step-00001000`. If the
+        last step already has a checkpoint, ckpt updates that checkpoint with whatever the end of the epoch has changed.
+        With `Every(epoch_end=True)`, ckpt also saves at the end of every epoch, before the next one begins.
         """
         self._start()
         session, when = self._session, self._session.options.save_every
@@ -269,9 +269,9 @@ class StateManager:
         `len()` of the result is the length of the epoch. To let a progress bar continue in the middle of the epoch,
         write `tqdm(manager.batches(loader), initial=manager.progress.batch)`.
 
-        If you leave the loop with `break`, the next run continues with the following batch. Put a prefetcher inside,
-        `batches(Prefetcher(loader))`. If you put the prefetcher outside, `Prefetcher(batches(loader))`, every resume
-        loses the batches that the prefetcher has read ahead.
+        If you leave the loop with `break`, the next run continues with the following batch. To use a prefetcher, write
+        `batches(Prefetcher(loader))`. With `Prefetcher(batches(loader))`, every resume would lose the batches that the
+        prefetcher has read ahead.
         """
         return self._session.loop.batches(loader, self._start)
 
@@ -281,11 +281,12 @@ class StateManager:
         return self._session.loop.batches(loader, self._start, start)
 
     def step(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """Count a step of training. If a save is due, ckpt saves; if a signal asked the process to stop, ckpt stops.
+        """Count a training step. Saves if a save is due, and ends training if a signal asked the process to stop.
 
-        ckpt saves or stops at the boundary of the iteration: when the loop asks for its next batch, or when the epoch,
-        the loop or the manager ends. It doesn't matter what else you do in the iteration, before or after this call. If
-        ckpt follows none of your loop's loaders, `step` saves at once: make it the last call in the iteration.
+        ckpt saves or ends training at the end of the iteration: when the loop asks for its next batch, or when the
+        epoch, the loop or the manager ends. It doesn't matter what else you do in the iteration, before or after this
+        call. If ckpt follows none of your loop's loaders, `step` saves immediately: make it the last call in the
+        iteration.
 
         If metrics are tensors, ckpt reads them only when it saves a checkpoint.
 
@@ -296,15 +297,16 @@ class StateManager:
         self._session.step(metrics)
 
     def every(self, steps: int) -> bool:
-        """Return True if the current step is a multiple of `steps`, the same on all ranks and after a resume."""
+        """Return True if the current step is a multiple of `steps`. The result is the same on all ranks, and after a
+        resume."""
         if not isinstance(steps, int) or steps < 1:
             raise ConfigError(f"every({steps!r}) needs a number of steps, 1 or more.")
         step = self._session.loop.progress.step
         return step > 0 and step % steps == 0
 
     def told_to_stop(self) -> bool:
-        """Return True if a signal asked the process to terminate. Call this after every step, in loops that don't call
-        `step`.
+        """Return True if a signal asked the process to terminate. In loops that don't call `step`, call this after
+        every training step.
 
         Set `progress.step` first. All ranks get True at the same step, so that every rank saves and stops there.
         """
@@ -319,10 +321,10 @@ class StateManager:
         fails, the next call raises the error. ckpt keeps an existing checkpoint of that name until the new one replaces
         it.
 
-        `save_state` saves at once, even in the middle of an iteration: a resume continues with the next batch, and does
-        not repeat the code that follows this call in the iteration. Make `save_state` the last call in the iteration,
-        or use `save_every`, which waits for the end of the iteration. After the inner loop, make `save_state` the last
-        call in the epoch: the next run begins with the next epoch.
+        `save_state` saves immediately, even in the middle of an iteration: a resume continues with the next batch, and
+        does not repeat the code that follows this call in the iteration. Make `save_state` the last call in the
+        iteration, or use `save_every`, which waits for the end of the iteration. If you call `save_state` after the
+        inner loop, make it the last call in the epoch: a resume begins with the next epoch.
 
         Args:
             name: The checkpoint's name; by default `step-00001000` and so on.
@@ -386,19 +388,19 @@ class StateManager:
     def fingerprint(self) -> dict[str, str]:
         """Return a dict that maps the name of each part of the current state to its hash: 128 bits in hexadecimal.
 
-        If two runs have the same fingerprints at a step, they have been the same up to that step, bit for bit: log the
+        If two runs have the same fingerprints at a step, they have been identical up to that step, bit for bit: log the
         fingerprints, or compare them in a test of your training loop. `"rng"` stands for this rank's random generators,
-        `"data"` for its position in the data. ckpt hashes tensors on their device, on a GPU in milliseconds. If a part
-        is sharded, ckpt hashes only this rank's shards, so compare a rank only with the same rank of a run that has the
-        same number of ranks. Call `fingerprint` on every rank: some ways of sharding need all ranks to describe their
-        state.
+        `"data"` for its position in the data. ckpt hashes tensors on their device, which takes milliseconds on a GPU.
+        If a part is sharded, ckpt hashes only this rank's shards, so compare a rank only with the same rank of a run
+        that has the same number of ranks. Call `fingerprint` on every rank: with some kinds of sharding, ckpt can read
+        the state only if all ranks take part.
         """
         return self._session.fingerprint()
 
     def rewind_rng(self) -> None:
         """Set the random generators back to the state that the last load restored.
 
-        Use this in loops that skip to their place in the data themselves, and draw random numbers while they skip.
+        Use this if your loop itself skips to its place in the data, and draws random numbers while it skips.
         """
         self._session.loop.rewind_rng()
 

@@ -68,7 +68,8 @@ Place = Annotated[str | os.PathLike[str] | Storage, Must(_is_place, "a path, a U
 
 @dataclass(frozen=True, kw_only=True)
 class Every(Options):
-    """Set when ckpt saves. `save_every=500`, `"10min"` and `"auto"` are short forms of the first two options.
+    """Set when ckpt saves. `save_every=500` is short for `Every(steps=500)`, and `save_every="10min"` or `"auto"` for
+    `Every(time=...)`.
 
         StateManager("runs/x", save_every=ckpt.Every(steps=500, epoch_end=True, exception=True), ...)
 
@@ -221,9 +222,9 @@ class Mirror(Options):
 
         StateManager("runs/x", mirror=ckpt.Mirror("s3://bucket/x", keep=ckpt.Keep(last=10), bandwidth="50MB"), ...)
 
-    If the root has no intact checkpoint at the start, ckpt looks for one in the mirror. If the mirror can't be
-    reached then, ckpt waits until the mirror's storage has used up its retries. After SIGTERM, `close` waits at
-    most 5 s for copies, and never longer than `grace`. The next run copies the checkpoints that are still missing.
+    If the root has no intact checkpoint at the start, ckpt looks for one in the mirror. If the mirror can't be reached
+    at the start, ckpt waits until the mirror's storage has used up its retries. After SIGTERM, `close` waits at most
+    5 s for copies, and never longer than `grace`. The next run copies the checkpoints that the mirror still lacks.
 
     Args:
         url: A path, a URL or a storage.
@@ -260,7 +261,7 @@ class Mirror(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(Options):
-    """Keep snapshots in the hosts' memory, from which a restart on the same machines resumes.
+    """Keep snapshots in the hosts' memory, so that a restart on the same machines can resume from them.
 
     `memory=10` is short for `Memory(every=10)`.
 

@@ -415,8 +415,8 @@ class Session:
         self.saver.prefault(self.registry.tensors, for_devices_only=not self.options.saving.background)
 
     def step(self, metrics: _Metrics = None) -> None:
-        """Count a step of training. If a save or a stop is due, it happens when the iteration ends, or now if ckpt
-        can't tell when it ends."""
+        """Count a training step. If a save or a stop is due, ckpt saves or stops when the iteration ends, or
+        immediately if ckpt can't tell when the iteration ends."""
         ready = self.due.started and self.saver.owner.is_here
         if not ready or self.loop.is_released or self.loader.half_loaded is not None:
             self._refuse_step()
@@ -494,8 +494,8 @@ class Session:
     def resume(self, *, strict: bool) -> Restored | None:
         """Lock the root for this run, and load its newest intact checkpoint. Returns None if there is no checkpoint.
 
-        Waiting for saves and locking the root need no extra messages between ranks: their errors travel with those of
-        the load.
+        Waiting for saves and locking the root need no extra messages between ranks: the ranks exchange their errors
+        together with those of the load.
         """
         root = self.saver.root
 

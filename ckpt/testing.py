@@ -19,7 +19,7 @@ __all__ = ["InexactResumeError", "Report", "assert_exact_resume"]
 
 
 class InexactResumeError(AssertionError):
-    """The resumed run differs from the straight run. `report` says where."""
+    """The resumed run differs from the uninterrupted run. `report` says where."""
 
     def __init__(self, report: Report) -> None:
         super().__init__(str(report))

@@ -24,6 +24,6 @@ def check_name(name: str) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name:
         raise ConfigError(
             f"{name!r} is not a valid checkpoint name: use letters, digits and . _ - + = @, start with a letter, a "
-            "digit or '_', and don't use '..' or '/'. For another folder, give StateManager another root."
+            "digit or '_', and don't use '..' or '/'. To save to another folder, give StateManager another root."
         )
     return name

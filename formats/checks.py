@@ -90,7 +90,7 @@ class Expansion:
         self._left -= max(0, math.prod(sizes) - reach(sizes, strides)) * itemsize
         if self._left < 0:
             stored = reach(sizes, strides) * itemsize
-            raise ValueError(f"a tensor of shape {list(sizes)} can't come from only {stored} stored bytes")
+            raise ValueError(f"a tensor of shape {list(sizes)} has too few stored bytes: {stored}")
 
 
 _LONGEST = 300  # characters of a reason: it may quote the file

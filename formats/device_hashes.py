@@ -229,7 +229,7 @@ class _Batch:
         """The lanes of every block before its last KiB, and its end. `table`: what kernels need, on the device."""
         if self.gathered * KIB > _MOST_GATHERED:
             # caught by `hashes_on_device`: the host hashes instead
-            raise torch.OutOfMemoryError("hashing these tensors would need too large a copy of them")
+            raise torch.OutOfMemoryError("hashing these tensors would need a copy that is too large")
         device = table.device
         gathered = torch.empty(self.gathered * KIB, dtype=torch.uint8, device=device)
         ends = torch.zeros(len(self.rows), _SLOT, dtype=torch.uint8, device=device)

@@ -137,4 +137,4 @@ def check_complete(tensors: dict[str, PiecedTensor], where: str) -> None:
     found = {name: fault for name, tensor in tensors.items() if (fault := tensor.fault())}
     if found:
         listed = "; ".join(f"{name} {list(tensors[name].shape)} {fault}" for name, fault in found.items())
-        raise DamagedError(f"{where} is incomplete: {listed}. Is a rank's file missing, or was the save cut off?")
+        raise DamagedError(f"{where} is incomplete: {listed}. Is a rank's file missing, or was the save interrupted?")

@@ -36,7 +36,7 @@ Losses = dict[int, float]  # by step
 @click.option("--root", default="runs/demo", show_default=True, help="The folder for the demo's checkpoints.")
 @click.option("--steps", default=240, hidden=True, type=click.IntRange(min=24), help="The number of steps to train.")
 def demo(root: str, steps: int) -> None:
-    """Train a small model twice, once killed in the middle of a save and resumed, and compare the results.
+    """Train a small model with and without a kill in the middle of a save, and compare the results.
 
     The demo trains on the CPU and takes half a minute. The command
     exits with status 1 unless both runs end in the same state, bit for bit.
@@ -80,7 +80,7 @@ class Demo:
             click.echo(f"\n{said}")
             began = min(resumed) - 1
             same = self.compare(straight, doomed | resumed, began)
-            click.echo(f"{cut_off} was cut off; the new process resumed from {name_of_step(began)}.")
+            click.echo(f"{cut_off} was interrupted; the new process resumed from {name_of_step(began)}.")
             folder = shlex.quote(self.folder(INTERRUPTED))
             click.echo(f"\nThe checkpoints of both runs are in {self.root}. Look at them:\n")
             click.echo(f"  ckpt ls {folder}\n  ckpt verify {folder}")

@@ -114,7 +114,7 @@ def windows(text: str, count: int) -> TensorDataset:
 @click.argument("root")
 @click.option("--steps", type=int, required=True)
 @click.option("--save-every", type=int, required=True)
-@click.option("--die-writing", metavar="KEY", help="Kill the training when half of the file KEY is written.")
+@click.option("--die-writing", metavar="KEY", help="Kill the training once half of the file KEY has been written.")
 def main(root: str, steps: int, save_every: int, die_writing: str | None) -> None:
     """Train in ROOT, and print every step with its loss."""
     torch.set_num_threads(1)  # sums in the same order on every machine, and fast enough for so small a model

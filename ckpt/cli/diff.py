@@ -37,11 +37,11 @@ def diff(
     """Compare two checkpoints, FIRST and SECOND, and list the tensors and values that differ.
 
     FIRST and SECOND are paths or URLs of checkpoints, or of anything else that 'ckpt merge' reads, such as a .pt file.
-    If you give a root, diff compares its newest checkpoint. If both are ckpt checkpoints, or both are torch.save files,
-    diff compares all parts and values; otherwise it compares only the model. Tensors whose names differ only in a
-    number share a line. The column `at most by` shows the largest difference in any element; `relative` is the RMS of
-    the difference divided by the RMS of FIRST. The command exits with status 0 if both are the same, 1 if they differ,
-    and 2 if it can't compare them.
+    If you give a root, diff compares its newest checkpoint. If FIRST and SECOND are both ckpt checkpoints, or both
+    torch.save files, diff compares all parts and values; otherwise it compares only the model. Tensors whose names
+    differ only in a number share a line. The column `at most by` shows the largest difference in any element;
+    `relative` is the RMS of the difference divided by the RMS of FIRST. The command exits with status 0 if the
+    checkpoints are the same, 1 if they differ, and 2 if diff can't compare them.
 
     \b
     ckpt diff runs/a/step-00000500 runs/b/step-00000500

@@ -80,19 +80,23 @@ _POSITIVE = click.FloatRange(min=0, min_open=True, max=1e9)
 @click.command()
 @click.argument("root", required=False, shell_complete=checkpoint_or_path)
 @click.option("--state", callback=_size, metavar="SIZE", help="The size of a checkpoint, such as 15GB.")
-@click.option("--disk", callback=_size, metavar="RATE", help="The write speed of all nodes together: 1.5GB/s.")
+@click.option("--disk", callback=_size, metavar="RATE", help="The write speed of all nodes together, such as 1.5GB/s.")
 @click.option("--save", type=_POSITIVE, metavar="SECONDS", help="The training time that a save costs. [default: 0.05]")
 @click.option(
-    "--step", type=_POSITIVE, metavar="SECONDS", help="The duration of a training step, for snapshots in memory."
+    "--step",
+    type=_POSITIVE,
+    metavar="SECONDS",
+    help="The duration of a training step, needed to plan snapshots in memory.",
 )
 @click.option(
-    "--restart", type=_POSITIVE, metavar="SECONDS", help="The time from a failure to the next step. [default: 180]"
+    "--restart", type=_POSITIVE, metavar="SECONDS",
+    help="The time from a failure to the next training step. [default: 180]",
 )  # fmt: skip
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="The number of nodes.")
 @click.option(
     "--failures", type=_POSITIVE, metavar="R",
-    help="The number of failures per node per day. By default, plan uses the rate of the run in ROOT if that run has "
-    "failed three times, otherwise CKPT_FAILURES_PER_NODE_DAY, otherwise the published 0.0065.",
+    help="The number of failures per node per day. By default, plan uses the failure rate of the run in ROOT if that "
+    "run has failed three times, otherwise CKPT_FAILURES_PER_NODE_DAY if set, otherwise 0.0065, a published rate.",
 )  # fmt: skip
 @click.option(
     "--lost-machines", type=click.FloatRange(0, 1), default=0.5, show_default=True,
@@ -104,7 +108,7 @@ def plan(
 ) -> None:  # fmt: skip
     """Show what saving costs at different intervals, and which interval loses the least time.
 
-    With ROOT, plan uses what the run has measured: what saves cost, how long they take, and how often the run
+    If you give ROOT, plan uses what its run has measured: what saves cost, how long they take, and how often the run
     failed. Options override these measurements. Without ROOT, give --state and --disk.
 
     \b

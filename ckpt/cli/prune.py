@@ -47,10 +47,13 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
     callback=_seconds,
     default="24h",
     show_default=True,
-    help="Keep leftovers that are younger than this duration.",
+    help="Keep leftovers younger than this: 90s, 30min, 24h, 2d, ...",
 )
 @click.option(
-    "--verify/--no-verify", default=True, show_default=True, help="First verify every byte of the newest checkpoint."
+    "--verify/--no-verify",
+    default=True,
+    show_default=True,
+    help="Before removing anything, verify every byte of the newest checkpoint.",
 )
 @click.option("--squash", is_flag=True, help="On the Hub, also remove old commits, whose files take up space.")
 @click.option("--dry-run", is_flag=True, help="Only show what prune would remove.")

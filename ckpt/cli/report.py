@@ -27,7 +27,7 @@ def _modes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The file to write. By default, ckpt prints what matters most.",
+    help="The file to write. By default, ckpt prints the most important facts.",
 )
 @click.option(
     "--format",
@@ -45,7 +45,7 @@ def report(roots: tuple[str, ...], output: Path | None, kind: str | None, as_jso
     """Print how the run in ROOTS went, or write it to an HTML or Markdown page.
 
     The report says whether the run is healthy, where its time went, how each attempt ended and what it cost, and which
-    checkpoints it skipped. The report also shows the metrics of every step. Give several roots to compare their runs.
+    checkpoints were skipped. The report also shows the metrics of every step. Give several roots to compare their runs.
     The report reads only manifests, the history of the root, and the sizes of files.
 
     The HTML page is a single file without scripts, and loads no other files.

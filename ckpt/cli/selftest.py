@@ -23,7 +23,10 @@ import click
     "--save-every", type=click.IntRange(min=1), help="Save every N steps, regardless of what the script sets."
 )
 @click.option(
-    "--seed", default=0, show_default=True, help="The seed that chooses the steps after which to kill the script."
+    "--seed",
+    default=0,
+    show_default=True,
+    help="The random seed for choosing the steps after which the script is killed.",
 )
 @click.option("--timeout", default=600.0, show_default=True, help="The time limit for each process, in seconds.")
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
@@ -33,7 +36,7 @@ def selftest(script: str, **options: Any) -> None:
 
     The selftest compares every batch, loss, gradient, learning rate and parameter, step by step, and the final
     checkpoint. If the runs differ, the selftest names the first step that differs, says what differs, and gives a hint.
-    Make the run short: few epochs, little data.
+    Keep the run short: use few epochs and little data.
 
     \b
     ckpt selftest train.py --epochs 2

@@ -23,7 +23,9 @@ Examples:
 @click.argument("destination", shell_complete=checkpoint_or_path)
 @click.option("--to", default="ckpt", show_default=True, type=click.Choice(WRITTEN), help="The format to write.")
 @click.option("--format", help="The format to read, if SOURCE has saves in several formats: deepspeed, hf, ...")
-@click.option("--name", help="The name of the new checkpoint in the root. By default, this is the source's name.")
+@click.option(
+    "--name", help="The name of the new checkpoint in the root. By default, the new checkpoint has the source's name."
+)
 @click.option("--max-shard-size", help="With --to hf: write shards of at most this size, such as 5GB.")
 @with_trust
 def convert(source: str, destination: str, **options: Any) -> None:
@@ -67,17 +69,17 @@ def merge(source: str, destination: str, **options: Any) -> None:
 @click.command()
 @click.argument("source", shell_complete=checkpoint_or_path)
 @click.argument("destination", shell_complete=checkpoint_or_path)
-@click.option("--step", type=int, help="Copy only the checkpoint of this step.")
+@click.option("--step", type=int, help="Copy only the checkpoint saved at this step.")
 @click.option("--revision", help="A branch, a tag or a commit of the repository.")
 @with_trust
 def pull(source: str, destination: str, **options: Any) -> None:
     """Copy a checkpoint, a root or other files from SOURCE to DESTINATION, and verify the copy.
 
     SOURCE is a repository on the Hub (user/repo, or hub://user/repo@revision/path for a part of it), another URL
-    (s3://bucket/run), a folder or a file. From a root, pull copies all checkpoints. DESTINATION is a folder or a URL. A
-    checkpoint becomes a folder below DESTINATION, and a run can resume from it. Pull leaves other files in DESTINATION
-    unchanged. Without a network, pull reads Hub files from Hugging Face's cache. Pull takes the Hub token from HF_TOKEN
-    or 'hf auth login'.
+    (s3://bucket/run), a folder or a file. If SOURCE is a root, pull copies all its checkpoints. DESTINATION is a folder
+    or a URL. A checkpoint becomes a folder below DESTINATION, and a run can resume from it. Pull leaves other files in
+    DESTINATION unchanged. Without a network, pull reads Hub files from Hugging Face's cache. Pull takes the Hub token
+    from HF_TOKEN or 'hf auth login'.
 
     \b
     ckpt pull s3://bucket/mrpc runs/mrpc
@@ -92,7 +94,7 @@ def pull(source: str, destination: str, **options: Any) -> None:
 @click.command()
 @click.argument("source", shell_complete=checkpoint_or_path)
 @click.argument("repo_id")
-@click.option("--private/--public", default=None, help="Make a new repository private.")
+@click.option("--private/--public", default=None, help="If push creates the repository, make it private.")
 @click.option("--revision", help="The branch to commit to. If there is no such branch, push creates it.")
 @click.option("-m", "--message", "commit_message", help="The commit's title.")
 @click.option("--create-pr", is_flag=True, help="Open a pull request, and print its URL.")
@@ -108,7 +110,7 @@ def pull(source: str, destination: str, **options: Any) -> None:
 @click.option(
     "--beside",
     type=click.Path(exists=True, file_okay=False),
-    help="A folder with more files to push, such as a tokenizer or a config; its weights are left out.",
+    help="A folder with more files to push, such as a tokenizer or a config. Push ignores any weights in it.",
 )
 @click.option("--license", help="The license to name in the model card: apache-2.0, mit, ...")
 @click.option(
@@ -122,9 +124,9 @@ def push(source: str, repo_id: str, license: str | None, card: bool, **options: 
     """Publish the model of the checkpoint at SOURCE as REPO_ID on the Hub.
 
     SOURCE is a ckpt checkpoint, sharded or not, or anything else that 'ckpt merge' reads. If SOURCE is a ckpt root,
-    push takes its newest checkpoint. REPO_ID is user/name. If the repository does not exist, push creates it. Push
-    makes one commit, and uploads only files that the Hub doesn't have. Push takes the Hub token from HF_TOKEN or 'hf
-    auth login'.
+    push takes its newest checkpoint. REPO_ID has the form user/name. If the repository does not exist, push creates it.
+    Push makes one commit, and uploads only files that the Hub doesn't have. Push takes the Hub token from HF_TOKEN or
+    'hf auth login'.
 
     \b
     ckpt push runs/mrpc/step-00001000 user/mrpc --beside model --license mit

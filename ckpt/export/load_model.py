@@ -264,14 +264,14 @@ def load_model(
 ) -> dict[str, str]:
     """Load a model's tensors from a checkpoint, or from files that another tool wrote.
 
-    The model may be wrapped, compiled or sharded. Every rank makes this call, and reads only its own shards. To load a
-    published PEFT adapter, pass a model that has an adapter. If Transformers renames or joins weights when it loads
-    them, ckpt does the same.
+    The model may be wrapped, compiled or sharded. Every rank must make this call, and each rank reads only its own
+    shards. To load a published PEFT adapter, pass a model that has an adapter. If Transformers renames or joins weights
+    when it loads them, ckpt does the same.
 
-    ckpt verifies checkpoints with the hashes in their manifests, and files from the Hub with the hashes that the Hub
-    lists. Without a network, ckpt reads a Hub model from Hugging Face's cache, if you have loaded or pulled it before.
-    ckpt reads remote files only once, and verifies the bytes as they arrive: if ckpt finds damage, the model already
-    holds some of these bytes.
+    ckpt verifies checkpoints against the hashes in their manifests, and files from the Hub against the hashes that the
+    Hub lists. Without a network, ckpt reads a Hub model from Hugging Face's cache, if you have loaded or pulled it
+    before. ckpt reads remote files only once, and verifies the bytes as they arrive: if ckpt finds damage, some of
+    these bytes are already in the model.
 
     Args:
         source: A checkpoint, a root (ckpt loads its newest intact checkpoint, and warns about newer ones), a folder or

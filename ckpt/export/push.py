@@ -279,7 +279,7 @@ def push_to_hub(
         with _prepare(os.fspath(source), part, format, request, storage_options) as publication:
             if not {CONFIG, ADAPTER_CONFIG} & {path.rpartition("/")[2] for path in publication.paths()}:
                 _log.warning(
-                    "the push contains no %s, which from_pretrained needs. Pass a folder with this file as beside=.",
+                    "the push contains no %s, which from_pretrained needs. Pass a folder that contains one as beside=.",
                     CONFIG,
                 )
             return target.publish(publication)

@@ -122,9 +122,9 @@ class MainProcessSaves:
         mine = [self._met + 1, *self._place()]
         if theirs != mine:
             raise RanksError(
-                "rank 0 called save_state() at a point that this rank has already passed, so their states would not "
-                f"match. The call's number, epoch, batch, step and accelerator.step are {theirs} on rank 0, but "
-                f"{mine} on this rank. Make save_state() the last call for a batch, or call it on every rank."
+                "rank 0 called save_state() at a point that this rank has already passed, so their saved states "
+                f"would not match. The call's number, epoch, batch, step and accelerator.step are {theirs} on rank 0, "
+                f"but {mine} on this rank. Make save_state() the last call for a batch, or call it on every rank."
             )
 
 
@@ -293,8 +293,8 @@ class _Attached:
         """Load a checkpoint by its name or its folder in the root. Without `input_dir`, load the newest intact
         checkpoint.
 
-        You can also give a folder outside the root that `save_state` or Accelerate itself wrote. If a crash cut off the
-        save of a checkpoint in the root, ckpt warns you and loads the newest intact checkpoint instead.
+        You can also give a folder outside the root that `save_state` or Accelerate itself wrote. If a crash interrupted
+        the save of a checkpoint in the root, ckpt warns you and loads the newest intact checkpoint instead.
         """
         self._warn_of_unused({**(load_kwargs or {}), **load_model_func_kwargs})
         name = None if input_dir is None else self._name_or_path(input_dir)

@@ -127,8 +127,8 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
 
         Fabric(plugins=[CkptIO()])
 
-    Each checkpoint is a folder at the path that Lightning chooses, with `model.safetensors` and JSON. `ckpt ls` and
-    `ckpt verify` accept it.
+    Each checkpoint is a folder at the path that Lightning chooses. It contains `model.safetensors` and JSON files.
+    `ckpt ls` and `ckpt verify` accept it.
 
     Args:
         background: False: training waits until a checkpoint is durable.

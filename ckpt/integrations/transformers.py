@@ -369,7 +369,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         rng.restore(before)
         if restored is None or restored.name != self._source.name:
             raise MissingError(
-                f"another process removed {self._source.name} while ckpt loaded it. Start the training again."
+                f"another process removed {self._source.name} while ckpt was loading it. Start the training again."
             )
         assert self._part is not None
         assert self._data is not None

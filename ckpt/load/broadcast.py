@@ -121,9 +121,9 @@ class BroadcastGroup:
         silent = self._ranks.silent([rank for rank in others if rank not in ended], watched)
         if silent:
             raise RanksError(
-                f"while the ranks on this host read a checkpoint together, {format_ranks(silent)} gave no sign of life "
-                f"for {self._ranks.timeout:g} s (stopped, dead or overloaded). Look at the logs, and start the job "
-                "again."
+                f"while the ranks on this host were reading a checkpoint together, {format_ranks(silent)} gave "
+                f"no sign of life for {self._ranks.timeout:g} s (stopped, dead or overloaded). Look at the logs, and start "
+                "the job again."
             )
 
 
@@ -135,7 +135,7 @@ def _has_ended(work: dist.Work, within: timedelta) -> bool:
         if not work.is_completed():
             return False
         raise FollowingError(
-            f"a rank on this host ended while it read the checkpoint for the others ({error})."
+            f"a rank on this host ended while it was reading the checkpoint for the others ({error})."
         ) from error
     return True
 

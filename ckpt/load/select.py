@@ -536,8 +536,8 @@ def _find(tiers: Sequence[Storage], name: str, trust: Trust) -> _Pieces:
 def _say(tiers: Sequence[Storage], manifest: Manifest, elsewhere: list[str]) -> None:
     root, mirror = (tier.url for tier in tiers[:2])
     _log.warning(
-        "%s has damaged files in %s and other damaged files in %s, so ckpt reads each file from where it is intact: "
-        "%d of %d files from the second place (%s). To repair the root: ckpt verify %s/%s --repair --from %s",
+        "%s has damaged files in %s and other damaged files in %s, so ckpt reads each file from an intact copy: %d "
+        "of %d files come from the second place (%s). To repair the root: ckpt verify %s/%s --repair --from %s",
         manifest.name, root, mirror, len(elsewhere), len(manifest.files), few(elsewhere, _NAMED), root, manifest.name,
         mirror,
     )  # fmt: skip

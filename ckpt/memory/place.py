@@ -106,7 +106,7 @@ class OpenDescriptors:
         self._descriptors.discard(descriptor)
 
     def close(self, descriptor: int) -> None:
-        """Close a descriptor. In a forked child, which has already closed its copy, this does nothing."""
+        """Close a descriptor. Does nothing in a forked child, which has already closed its copy."""
         if descriptor in self._descriptors:
             self._descriptors.discard(descriptor)
             os.close(descriptor)
@@ -461,7 +461,7 @@ def remove_token(root: Storage) -> bool:
         root.delete([TOKEN])
     except StorageError as error:
         _log.warning(
-            "ckpt could not remove %s/%s: %s Remove it yourself. Otherwise a later run with memory= may resume from "
+            "ckpt could not remove %s/%s: %s Remove it yourself, or a later run with memory= may resume from "
             "snapshots in memory that are older than this run's checkpoints.", root.url, TOKEN, error,
         )  # fmt: skip
     return True

@@ -93,7 +93,7 @@ class TimedStore:
             raise RanksError(
                 f"the process group's store{_address(self._store)} did not answer within {self._timeout:g} s. "
                 f"{_host()} runs the store: it is stopped, or its host is overloaded or lost. Earlier checkpoints "
-                "stay. Stop all ranks and start the job again: it continues from the newest checkpoint."
+                "are kept. Stop all ranks and start the job again: it continues from the newest checkpoint."
             ) from None
         except RuntimeError as error:
             raise LostStoreError(

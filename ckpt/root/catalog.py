@@ -237,7 +237,9 @@ def without_manifest(name: str, paths: Collection[str]) -> DamagedError:
     without a marker were committed once.
     """
     if MARKER in paths:
-        return UncommittedError(f"{name} was never committed: its save was cut off before the manifest was written.")
+        return UncommittedError(
+            f"{name} was never committed: its save was interrupted before the manifest was written."
+        )
     return DamagedError(
         f"{name} has lost {FILE_NAME} and {COPY_NAME}: its other files are there, and nothing says what they must be. "
         "Restore either from a backup, or move the folder away."
@@ -948,7 +950,7 @@ class Goodput:
     """How a run spent its wall time, in seconds, from its first attempt to the last moment that ckpt knows of.
 
     An attempt is one process of the run. If an attempt was killed, ckpt knows only what it wrote after its last save:
-    the time from then on counts as `down`, and the steps made since then are unknown. So `share` and `lost_steps` are
+    the time from then on counts as `down`, and the steps made since then are unknown, so `share` and `lost_steps` are
     lower bounds.
 
     Attributes:

@@ -198,7 +198,7 @@ def _claim_removal(storage: Storage, id: str, current: Checkpoint, paths: list[s
         return "was saved again in the meantime", ()
     marker, version = marker_and_version(storage, current.name)
     if marker is not None and marker.id != id:
-        return "is being saved again, or such a save was cut off", ()
+        return "is being saved again, or such a save was interrupted", ()
     left = marker.files if marker else ()
     try:
         with suppress(FullError):  # the removal makes room
@@ -351,4 +351,4 @@ def _rename(storage: LocalStorage, name: str) -> None:
             "%s/%s was never committed. ckpt moved other programs' files from there to %s.", storage.url, name, aside
         )
         return
-    _log.info("removed %s/%s: its save was cut off, so it was never committed", storage.url, name)
+    _log.info("removed %s/%s: its save was interrupted, so it was never committed", storage.url, name)

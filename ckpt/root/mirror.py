@@ -475,7 +475,7 @@ class MirrorWorker:
     def close(self) -> None:
         """Copy all waiting checkpoints, and release the mirror.
 
-        If a copy fails, ckpt tries it once more now, and then leaves it to the next run. If the mirror gives no sign of
+        If a copy fails, ckpt retries it once before it leaves the copy to the next run. If the mirror gives no sign of
         life for `patience.at_end` seconds, ckpt stops waiting.
         """
         with self._guard:

@@ -150,7 +150,7 @@ def _refuse_unconditional(storage: Storage, ignored: list[str]) -> None:
     text = f"{storage.url}: the server ignores {' and '.join(ignored)}, so nothing keeps a second run out of this root"
     if not getattr(storage, "allow_unconditional", False):
         raise UnsupportedError(
-            f"{text}: each run would remove what the other is writing. Use another server, or a newer version. If "
-            f"only one run ever writes there, give storage_options={{'allow_unconditional': True}}."
+            f"{text}: each run would remove what the other is writing. Use another server, or a newer version of this "
+            f"one. If only one run ever writes there, give storage_options={{'allow_unconditional': True}}."
         )
     _log.warning("%s. Make sure that only one run writes there (allow_unconditional=True).", text)

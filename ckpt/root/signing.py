@@ -287,7 +287,7 @@ class Head:
         if self.run and self.run != run:
             raise UntrustedError(
                 f"{url} had checkpoints of run {self.run}, up to number {self.number}, but this run loaded none of "
-                f"them. Somebody removed those checkpoints, or this is another root. {self._way_back()}."
+                f"them. Somebody removed those checkpoints, or this is a different root. {self._way_back()}."
             )
 
     def _way_back(self) -> str:

@@ -151,10 +151,9 @@ class Failures:
         return cls(nodes, rate, f"{VARIABLE}={text}")
 
     def every(self, past: Past, running: float = 0.0) -> tuple[float, str]:
-        """Return the mean time between failures of all nodes, and where this number comes from: from the run itself,
-        once it has seen enough.
+        """Return the mean time between failures of all nodes, and the source of this number.
 
-        A run has seen enough after three failures, or after three times the time in which one failure was expected.
+        The source is the run itself after three failures, or after three times the expected time between failures.
         """
         expected, lived = DAY / (self.rate * self.nodes), past.seconds + running
         if past.failures >= _TELLING or lived >= _TELLING * expected:
@@ -175,7 +174,7 @@ class SlowSteps:
     _was_busy: bool = False
 
     def step(self, now: float, busy: bool) -> bool:
-        """Note that a step is done. Returns whether a save has just ended."""
+        """Record that a training step is done. Returns whether a save has just ended."""
         took, last, was_busy = now - self._last, self._last, self._was_busy
         self._last, self._was_busy = now, busy
         if last:

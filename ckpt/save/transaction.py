@@ -127,8 +127,8 @@ def merge_reports(reports: list[list[dict[str, Any]]]) -> list[WrittenFile]:
         named = joined([f"{name} on rank {rank}" for name, rank in other.items()])
         raise RanksError(
             f"some hosts have files that differ from the main rank's: {named}. With separate roots, each host saves a "
-            "copy of everything that is not sharded, and all copies must be equal. Make that state equal, or use a "
-            "shared root."
+            "copy of everything that is not sharded, and all copies must be equal. Make the state that is not "
+            "sharded equal on all hosts, or use a shared root."
         )
     return list(stored.values())
 

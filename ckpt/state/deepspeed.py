@@ -304,8 +304,8 @@ class PartitionsPart(UnshardedPart):
             raise MismatchError(
                 f"the checkpoint has no partitions of DeepSpeed's optimizer for these ranks: {why}. Nothing was "
                 "changed. Start the same number of processes as the run that saved the checkpoint, with the same "
-                "configuration. Or use strict=False, which restores the model's weights and the counters, while the "
-                "optimizer starts over.",
+                "configuration. To restore only the model's weights and the counters, and start the optimizer over, "
+                "use strict=False.",
                 (self.key,),
             )
         notes.skipped[self.key] = f"{why}: the optimizer starts over, from the model's weights"

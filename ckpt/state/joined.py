@@ -37,14 +37,14 @@ class JoinedState:
 
 
 class Joined:
-    """Join several objects into one in the checkpoint, so that ranks with different numbers of objects can load it.
+    """Save several objects as one, so that ranks that hold a different number of objects can load the checkpoint.
 
         StateManager(root, model=Joined(parts), optimizer=Joined(optimizers), scheduler=Joined(schedulers))
 
-    Join models that are parts of one, for example this rank's stages of a pipeline: modules, or `PipelineStage`s of
-    torch.distributed.pipelining. The parts' parameters must have the same names as in the full model. Join optimizers
-    if each part of the model, or each parameter, has its own; all must be of the same class. Join schedulers and
-    scalers if all have the same state.
+    Join models that are parts of one larger model, for example this rank's stages of a pipeline: modules, or
+    `PipelineStage`s of torch.distributed.pipelining. The parts' parameters must have the same names as in the full
+    model. Join optimizers if each part of the model, or each parameter, has its own; all must be of the same class.
+    Join schedulers and scalers if all have the same state.
 
     Args:
         objects: All objects of this rank. If each part of a model numbers its layers from zero, a dict gives each a

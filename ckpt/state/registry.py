@@ -522,8 +522,8 @@ def refuse_devices(devices: Mapping[str, Iterable[torch.device]]) -> None:
     for key, why in obstacles.items():
         raise UnsupportedError(
             f"{key} has parameters {why}: a save could copy values that XLA has not computed yet. Copy the state to a "
-            "model on the CPU or a GPU before each save, and give that model to the manager. Or use torch_xla's "
-            "checkpoints."
+            "model on the CPU or a GPU before each save, and give that model to the manager. Alternatively, use "
+            "torch_xla's own checkpoints."
         )
 
 

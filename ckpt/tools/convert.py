@@ -410,9 +410,11 @@ def convert(
     if to not in WRITTEN:
         raise ConfigError(f"to={to!r} is not a format that ckpt writes. Choose one of {', '.join(WRITTEN)}.")
     if name is not None and to != CKPT.name:
-        raise ConfigError("name= is only for to='ckpt'. For other formats, the destination is the name.")
+        raise ConfigError(
+            "name= works only with to='ckpt'. For other formats, the destination path itself names the output."
+        )
     if max_shard_size is not None and to != HF.name:
-        raise ConfigError(f"max_shard_size= is only for to={HF.name!r}.")
+        raise ConfigError(f"max_shard_size= works only with to={HF.name!r}.")
     limit = ExportOptions.parse(None, max_shard_size).max_shard_size
     if to != CKPT.name:
         return _export(source, format, destination, to, limit, open_trust(verify_key, required=require_signed))
@@ -497,7 +499,7 @@ def _checkpoint_name(found: PortableState) -> str:
         return check_name(found.name)
     except ConfigError:
         raise ConfigError(
-            f"the source's name, {found.name!r}, is not a valid checkpoint name. Choose another with name= (--name)."
+            f"the source's name, {found.name!r}, is not a valid checkpoint name. Choose another name: name= (--name)."
         ) from None
 
 

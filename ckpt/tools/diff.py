@@ -198,8 +198,8 @@ def diff(
 ) -> Diff:
     """Compare two checkpoints, or a model and a checkpoint, tensor by tensor and value by value.
 
-    It doesn't matter how a checkpoint is sharded. If both are ckpt checkpoints, `diff` skips files with equal hashes.
-    `diff` needs little memory.
+    It doesn't matter how a checkpoint is sharded. If both sources are ckpt checkpoints, `diff` skips files with equal
+    hashes. `diff` needs little memory.
 
     Args:
         first: The path or URL of a checkpoint, or of anything else that `merge` reads; or a model. For a root, `diff`
@@ -330,7 +330,7 @@ class _Side:
         return {file.name: file for file in files if not file.name.endswith(SUFFIX)}
 
     def values(self, file: FileRecord | None, part: str | None) -> dict[str, Any]:
-        """Return the values in a document by their paths, or an empty dict if there is no such document."""
+        """Return the values in a document as a dict, with their paths as keys; empty if there is no such document."""
         if file is None or self.manifest is None or self.checkpoint is None:
             return {}
         stored = VerifiedFile.of(self.checkpoint.root, self.manifest.name, file, sha256=self.manifest.is_authentic)

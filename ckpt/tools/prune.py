@@ -55,7 +55,7 @@ class Pruned:
         """What is done with each checkpoint and leftover, its name, the bytes that are removed, and why."""
         rows = [("remove", name, format_size(count), "") for name, count in self.removed.items()]
         rows += [
-            ("sweep", name, format_size(count), "left by a save that was cut off") for name, count in self.swept.items()
+            ("sweep", name, format_size(count), "left by an interrupted save") for name, count in self.swept.items()
         ]
         rows += [("leave", name, "", why) for name, why in self.spared.items()]
         rows += [("keep", name, "", "") for name in self.kept if name not in self.damaged]

@@ -68,7 +68,8 @@ def expand_home(path: str) -> str:
     expanded = os.path.expanduser(path)
     if expanded == path:
         raise ConfigError(
-            f"{path}: there is no user {first[1:]!r} with a home folder. If this is a plain name, write ./{path}."
+            f"{path}: there is no user {first[1:]!r} with a home folder. For a file or folder of that name, write "
+            f"./{path}."
         )
     return expanded
 

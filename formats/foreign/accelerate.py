@@ -169,7 +169,7 @@ def _check(folder: FolderReader, found: Mapping[str, Mapping[int, list[str]]]) -
 
 def _cut_off(folder: FolderReader) -> DamagedError:
     return DamagedError(
-        f"{folder.where}/{_RANDOM}_0.pkl is missing. Accelerate writes this file last, so the save was cut off."
+        f"{folder.where}/{_RANDOM}_0.pkl is missing. Accelerate writes this file last, so the save was interrupted."
     )
 
 

@@ -188,8 +188,8 @@ def contents_of(folder: FolderReader) -> Contents:
     where = f"{folder.where}/{METADATA}"
     if METADATA not in folder.files:
         raise DamagedError(
-            f"{where} is missing. PyTorch writes this file last, after the {SUFFIX} files, so the save was cut off. "
-            "Load an older checkpoint."
+            f"{where} is missing. PyTorch writes this file last, after the {SUFFIX} files, so the save was "
+            "interrupted. Load an older checkpoint."
         )
     if folder.files[METADATA] > _LARGEST_METADATA:
         raise DamagedError(f"{where} is too large to be real: {folder.files[METADATA]} bytes.")

@@ -355,7 +355,7 @@ def _require_by_element(key: str, held: Sequence[Any], masters: Sequence[PiecedT
             raise UnsupportedError(
                 f"{where}: the optimizer's {key} does not have one value per element (its shape is "
                 f"{list(value.shape)}, but the weights have shape {list(master.shape)}), so ckpt can't split it up "
-                f"per parameter. {_WAY_OUT}"
+                f"by parameter. {_WAY_OUT}"
             )
 
 
@@ -401,7 +401,7 @@ def _groups_of(listed: Sequence[Mapping[str, Any]], count: int, where: str) -> l
     if [index for _, index in found] != list(range(count)):
         raise UnsupportedError(
             f"{where} has {len(found)} partitions of an optimizer for {count} parameter groups, so ckpt can't tell "
-            f"which belong together. {_WAY_OUT}"
+            f"which partition belongs to which group. {_WAY_OUT}"
         )
     return [number for number, _ in found]
 
@@ -530,7 +530,7 @@ class SavedEngine:
             why = layers or f"mp_rank_{max(parts)}"
             raise UnsupportedError(
                 f"DeepSpeed wrote {self.folder.where} with pipeline, tensor or expert parallelism ({why}), which ckpt "
-                "can't read. Load it with DeepSpeed, and save the model with its save_16bit_model()."
+                "can't read. Load the checkpoint with DeepSpeed, and save the model with save_16bit_model()."
             )
 
     @cached_property
@@ -546,8 +546,8 @@ class SavedEngine:
         if missing or len(found) != len(matches):
             raise DamagedError(
                 f"{self.folder.where} is damaged: each of the {len(found)} ranks should have exactly one file such as "
-                f"{matches[0].string}, but rank {', '.join(map(str, missing[:_FEW])) or 0} has none or several. Copy "
-                "all files of one save into that folder."
+                f"{matches[0].string}, but rank {', '.join(map(str, missing[:_FEW])) or 0} does not. Copy all files of "
+                "one save into that folder."
             )
         return [found[rank] for rank in range(len(found))]
 

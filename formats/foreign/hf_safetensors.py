@@ -206,7 +206,7 @@ def tensors_of(files: Mapping[str, TensorFile], weight_map: Mapping[str, str], w
     ]
     if doubled:
         raise DamagedError(
-            f"{where} has several files with the same tensors, and no index says which file counts: "
+            f"{where} has several files with the same tensors, and no index says which file to use: "
             f"{', '.join(sorted(doubled)[:_FEW])}. Remove the files that don't belong to this model."
         )
     return tensors

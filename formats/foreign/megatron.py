@@ -135,8 +135,8 @@ def _common(folder: FolderReader) -> dict[Any, Any]:
 def _check_backend(folder: FolderReader) -> None:
     if CONFIG not in folder.files:
         raise DamagedError(
-            f"{folder.where}/{CONFIG} is missing. Megatron-Core writes this file last, so the save was cut off. Use "
-            "another save."
+            f"{folder.where}/{CONFIG} is missing. Megatron-Core writes this file last, so the save was interrupted. "
+            "Use another save."
         )
     where = f"{folder.where}/{CONFIG}"
     try:
@@ -146,8 +146,8 @@ def _check_backend(folder: FolderReader) -> None:
         raise DamagedError(f"{where} does not say how the tensors are stored: {error}.") from error
     if backend != BACKEND:
         raise UnsupportedError(
-            f"Megatron-Core wrote {folder.where} as {backend!r}, but ckpt reads only {BACKEND!r}. Load it with "
-            f"Megatron-Core, and save it with --ckpt-format {BACKEND}."
+            f"Megatron-Core wrote {folder.where} as {backend!r}, but ckpt reads only {BACKEND!r}. Load the "
+            f"checkpoint with Megatron-Core, and save it again with --ckpt-format {BACKEND}."
         )
 
 

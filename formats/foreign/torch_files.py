@@ -199,8 +199,8 @@ def read_file(reader: ByteReader, length: int, where: str) -> SavedDict:
         raise DamagedError(f"the file {where} is empty.")
     if reader.read(0, min(length, len(_LEGACY))) == _LEGACY:
         raise ConfigError(
-            f"{where} has the format that torch.save used before PyTorch 1.6, which ckpt can't read. Load it with "
-            "torch.load, and save it again with torch.save."
+            f"{where} has the format that torch.save used before PyTorch 1.6, which ckpt can't read. Load the file "
+            "with torch.load, and save it again with torch.save."
         )
     found = read_values(reader, 0, length, where, EVERY_NAME)
     if isinstance(found, Described):

@@ -629,7 +629,7 @@ def _named(found: Described) -> Any:
 def _encoded(found: Described) -> bytes:
     text, encoding = (of_type(str, argument) for argument in found.arguments)
     if encoding not in ("latin1", "latin-1"):
-        raise ValueError(f"the pickle encodes bytes with {encoding!r}")
+        raise ValueError(f"the pickle encodes bytes as {encoding!r}, but ckpt reads only latin-1")
     return text.encode("latin-1")
 
 

@@ -269,6 +269,6 @@ def refuse_unknown(
     if wrong:
         hints = "".join(f" {name}: {instead[name]}." for name in wrong if name in instead)
         raise ConfigError(
-            f"{scheme}:// does not accept these storage_options: {', '.join(wrong)}.{hints} It accepts "
-            f"{', '.join(sorted(known))}."
+            f"{scheme}:// does not accept these storage_options: {', '.join(wrong)}.{hints} {scheme}:// "
+            f"accepts {', '.join(sorted(known))}."
         )

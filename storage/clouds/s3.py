@@ -129,7 +129,7 @@ class S3Objects(CloudObjects):
         if not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "%s: ckpt could not remove uploads that were cut off: %s Such uploads take up space until a lifecycle "
+                "%s: ckpt could not remove interrupted uploads: %s Such uploads take up space until a lifecycle "
                 "rule of the bucket removes them.", self.url, error,
             )  # fmt: skip
 

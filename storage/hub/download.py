@@ -127,7 +127,9 @@ def _verify(files: Mapping[Path, HubFile | None], commit: str) -> None:
         altered = [path for path, file in known.items() if not _is_intact(path, file, advance)]
     if altered:
         names = "; ".join(os.path.realpath(path) for path in altered)
-        raise DamagedError(f"these files do not match their hashes: {names}. Remove them, and ckpt fetches them again.")
+        raise DamagedError(
+            f"these files do not match their hashes: {names}. Remove these files, and ckpt fetches them again."
+        )
     if unknown := [str(path) for path in files if path not in known]:
         _log.warning(
             "ckpt could not verify these files, because the cache has no hashes for them: %s", ", ".join(unknown)

@@ -48,7 +48,7 @@ def done(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
 def test_a_killed_and_resumed_run_ends_bit_identical(done: Result) -> None:
     assert done.exit_code == 0, done.output
     assert f"BIT-IDENTICAL: weights, optimizer, generators and all {STEPS} losses." in done.stdout
-    assert "step-00000015 was cut off; the new process resumed from step-00000012." in done.stdout
+    assert "step-00000015 was interrupted; the new process resumed from step-00000012." in done.stdout
     assert done.stderr == ""
 
 

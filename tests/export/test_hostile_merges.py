@@ -60,11 +60,11 @@ class TestShardsWithAnIndex:
 
     def test_without_an_index_it_is_refused(self, folder: Path) -> None:
         (folder / "model.safetensors.index.json").unlink()
-        refused(folder, "several files with the same tensors, and no index says which file counts: b")
+        refused(folder, "several files with the same tensors, and no index says which file to use: b")
 
     def test_so_is_one_that_the_index_leaves_out(self, folder: Path) -> None:
         self._write(folder, {"a": "1.safetensors", "c": "2.safetensors"})
-        refused(folder, "several files with the same tensors, and no index says which file counts: b")
+        refused(folder, "several files with the same tensors, and no index says which file to use: b")
 
     @pytest.mark.parametrize(
         ("weight_map", "why"),

@@ -124,7 +124,7 @@ class TestAccelerate:
     def test_one_without_metadata_was_cut_off(self, accelerate_folder: Place, root: Place) -> None:
         (accelerate_folder / ACCELERATE / ".metadata").unlink()
         for source in (accelerate_folder, accelerate_folder / ACCELERATE):
-            with pytest.raises(ckpt.DamagedError, match=r"\.metadata is missing\. .*, so the save was cut off"):
+            with pytest.raises(ckpt.DamagedError, match=r"\.metadata is missing\. .*, so the save was interrupted"):
                 ckpt.merge(source, root / "model.safetensors")
 
     def test_a_missing_file_of_a_rank_is_named(self, accelerate_folder: Place, root: Place) -> None:

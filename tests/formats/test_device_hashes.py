@@ -77,7 +77,7 @@ def test_more_than_a_device_has_memory_for_is_not_gathered(monkeypatch: pytest.M
     monkeypatch.setattr(module, "_MOST_GATHERED", 4 * KIB)
     cpu, data = torch.device("cpu"), torch.zeros(9 * KIB, dtype=torch.uint8)
     assert len(module._enqueued([[data[1 : 4 * KIB]]], cpu, 32 * KIB)()[0]) == 1
-    with pytest.raises(torch.OutOfMemoryError, match="need too large a copy"):
+    with pytest.raises(torch.OutOfMemoryError, match="need a copy that is too large"):
         module._enqueued([[data[1:]]], cpu, 32 * KIB)
 
 

@@ -145,7 +145,7 @@ class TestChecks:
         found.add((11,), (0,), 8)  # 80 bytes more than are stored
         found.add((3,), (2,), 8)  # holes make nothing good
         found.add((6,), (0,), 4)
-        with pytest.raises(ValueError, match=r"a tensor of shape \[2\] can't come from only 1 stored bytes"):
+        with pytest.raises(ValueError, match=r"a tensor of shape \[2\] has too few stored bytes: 1"):
             found.add((2,), (0,), 1)
 
     def test_errors_are_short_and_those_of_ckpt_pass(self) -> None:

@@ -116,7 +116,7 @@ class WithMuch(Controlled):
 
 
 def test_files_that_are_too_large_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"wrote 17\.0 MB into .*checkpoint-2 \(most of it: more/large\.bin\)"):
+    with pytest.raises(ConfigError, match=r"wrote 17\.0 MB into .*checkpoint-2 \(mostly in more/large\.bin\)"):
         build(WithMuch, tmp_path).train()
 
 

@@ -391,7 +391,7 @@ class TestChoosing:
             found = chosen([root, mirror])
         assert (found.manifest.name, found.tier) == ("b", 1)
         assert (
-            "so ckpt reads each file from where it is intact: 1 of 2 files from the second place (state.json)"
+            "so ckpt reads each file from an intact copy: 1 of 2 files come from the second place (state.json)"
             in caplog.text
         )
         assert bytes(found.ready.storage.read("b/state.json")) == FILES["state.json"]

@@ -46,7 +46,7 @@ class TestListing:
         assert (committed.name, committed.committed, committed.step) == ("a", True, 0)
         assert (cut_off.name, cut_off.committed, cut_off.step) == ("zz-cut-off", False, None)
         assert isinstance(cut_off.problem, DamagedError)
-        assert "was never committed: its save was cut off before the manifest was written" in str(cut_off.problem)
+        assert "was never committed: its save was interrupted before the manifest was written" in str(cut_off.problem)
 
     @pytest.mark.parametrize("file", [FILE_NAME, COPY_NAME, MARKER, "state.json", "rank-00000.json"])
     def test_a_folder_with_any_of_these_files_is_a_checkpoint(self, storage: Storage, file: str) -> None:

@@ -106,7 +106,7 @@ def test_what_was_pruned_is_a_table(root: Path) -> None:
     assert cells(found) == [str(root), "name", "size", "why", "remove", "a", size, "keep", "b"]
     left = Pruned(url="r", swept={"x": 5}, kept=("c",), damaged={"c": "cut"}, spared={"y": "is being read"})
     assert cells(left)[4:] == [
-        "sweep", "x", "5 bytes", "left by a save that was cut off", "leave", "y", "is being read",
+        "sweep", "x", "5 bytes", "left by an interrupted save", "leave", "y", "is being read",
         "keep", "c", "damaged, and not counted: cut",
     ]  # fmt: skip
 

@@ -84,7 +84,7 @@ class TestLoading:
         damage(open_storage(mirror), OPTIMIZER)
         restored, found = resume(root, mirror)
         assert (restored.step, found) == (2, saved)
-        assert "so ckpt reads each file from where it is intact: 1 of" in caplog.text
+        assert "so ckpt reads each file from an intact copy: 1 of" in caplog.text
         assert f"ckpt verify {root}/{NAME} --repair --from {mirror}" in caplog.text
 
     def test_goes_back_to_an_older_one_where_a_file_is_whole_in_neither(

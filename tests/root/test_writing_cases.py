@@ -956,7 +956,7 @@ class TestDeleting:
         for key, data in kept.items():
             root.write(key, [data])
         mark_save(root, "a", ["new"], [], "of a save")
-        assert remove_or_explain(root, made).startswith("is being saved again, or such a save was cut off")
+        assert remove_or_explain(root, made).startswith("is being saved again, or such a save was interrupted")
         mark_save(root, "b", [], [], "x")
         root.delete([f"a/{MARKER}", f"b/{MARKER}"])
         root.write("a/left", [b"x"])

@@ -105,4 +105,4 @@ def test_uploads_that_may_not_be_listed_are_named_once(
     storage = open_storage(s3, **reached_through(proxied))
     for _ in range(2):
         storage.sweep()
-    assert caplog.text.count("could not remove uploads that were cut off") == 1
+    assert caplog.text.count("could not remove interrupted uploads") == 1

@@ -481,7 +481,7 @@ def test_a_whole_repository_is_pulled_and_what_was_altered_in_the_cache_is_named
     )
     blob = next(path for path in (tmp_path / "hf-cache").rglob("blobs/*") if len(path.name) == 64)
     damage(blob)
-    with pytest.raises(ckpt.DamagedError, match=f"{blob.name}.* Remove them, and ckpt fetches them again"):
+    with pytest.raises(ckpt.DamagedError, match=f"{blob.name}.* Remove these files, and ckpt fetches them again"):
         ckpt.pull("me/published", tmp_path / "more")
     assert not (tmp_path / "more").exists()
 

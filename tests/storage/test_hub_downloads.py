@@ -95,7 +95,7 @@ def test_a_bit_that_flipped_in_the_cache_is_found_wherever_the_file_lies(
         file.write(bytes([byte[0] ^ 1]))
     with torch.device("meta"):
         model = nn.Embedding(ROWS, COLUMNS)
-    with pytest.raises(ckpt.DamagedError, match=f"{weights.name}.* Remove them, and ckpt fetches them again"):
+    with pytest.raises(ckpt.DamagedError, match=f"{weights.name}.* Remove these files, and ckpt fetches them again"):
         ckpt.load_model(f"hub://{REPO}", model.to_empty(device="cpu"))
     weights.unlink()
     ckpt.load_model(f"hub://{REPO}", model.to_empty(device="cpu"))

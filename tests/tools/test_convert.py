@@ -457,7 +457,7 @@ class TestFsdp:
         with pytest.raises(ckpt.DamagedError, match=r"optimizer_0 is damaged: __1_0\.distcp is missing"):
             ckpt.convert(folder, tmp_path / "root")
         (folder / "optimizer_0" / ".metadata").unlink()
-        with pytest.raises(ckpt.DamagedError, match=r"optimizer_0/\.metadata is missing.* the save was cut off"):
+        with pytest.raises(ckpt.DamagedError, match=r"optimizer_0/\.metadata is missing.* the save was interrupted"):
             ckpt.convert(folder, tmp_path / "root")
 
 

@@ -229,8 +229,8 @@ class TestConvert:
     def test_options_that_another_format_has_are_refused(self, saved: Path, tmp_path: Path) -> None:
         for options, message in (
             ({"to": "zip"}, "to='zip' is not a format"),
-            ({"to": "torch", "name": "x"}, "name= is only for to='ckpt'"),
-            ({"to": "torch", "max_shard_size": "1GB"}, "max_shard_size= is only for to='hf'"),
+            ({"to": "torch", "name": "x"}, "name= works only with to='ckpt'"),
+            ({"to": "torch", "max_shard_size": "1GB"}, "max_shard_size= works only with to='hf'"),
         ):
             with pytest.raises(ConfigError, match=message):
                 ckpt.convert(saved, tmp_path / "out", **options)

@@ -74,7 +74,7 @@ class Device:
 
     def register(self, memory: torch.Tensor) -> bool:
         """Let the device write to these pages of host memory until you call `unregister`. Returns False if the device
-        can't."""
+        can't write there."""
         return False
 
     def unregister(self, memory: torch.Tensor) -> None:
