@@ -117,7 +117,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         trainer = CkptCallback("runs/mrpc").attach(Trainer(model, args, train_dataset=data))
         trainer.train(resume_from_checkpoint=True)      # the newest intact checkpoint, or a fresh start
 
-    The Trainer's arguments decide as usual when to save and what to keep: `save_strategy`, `save_steps`,
+    As usual, the Trainer's arguments decide when to save and what to keep: `save_strategy`, `save_steps`,
     `save_total_limit`, `load_best_model_at_end`. The Trainer writes no checkpoints of its own.
 
     `resume_from_checkpoint` may also be the name of a checkpoint, or a folder that a Trainer without this callback

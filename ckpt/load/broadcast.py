@@ -122,8 +122,8 @@ class BroadcastGroup:
         if silent:
             raise RanksError(
                 f"while the ranks on this host were reading a checkpoint together, {format_ranks(silent)} gave "
-                f"no sign of life for {self._ranks.timeout:g} s (stopped, dead or overloaded). Look at the logs, and start "
-                "the job again."
+                f"no sign of life for {self._ranks.timeout:g} s (stopped, dead or overloaded). Look at the logs, and "
+                "start the job again."
             )
 
 

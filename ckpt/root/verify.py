@@ -274,8 +274,8 @@ def verify(
         storage_options: As for the manager.
 
     Returns:
-        The problems of each checkpoint, by name; an empty list means that it is intact. Notebooks show this dict as a
-        table.
+        The problems of each checkpoint, by name; an empty list means that the checkpoint is intact. Notebooks show this
+        dict as a table.
 
     Raises:
         MissingError: The URL is neither a root nor a checkpoint.

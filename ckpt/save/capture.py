@@ -709,7 +709,8 @@ def _about(part: Part, live: Any) -> dict[str, Any]:
 def _warn_without_configuration(key: str, why: str) -> None:
     """Once, and not at every save."""
     _log.warning(
-        "could not read the configuration of %s (%s). ckpt saves the model, but can't publish its checkpoints.",
+        "could not read the configuration of %s (%s). ckpt saves the model, but can't publish checkpoints without "
+        "their configuration.",
         key,
         why,
     )

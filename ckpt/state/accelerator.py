@@ -192,8 +192,8 @@ class AcceleratorObjects:
         if gone:
             raise StateError(
                 f"the accelerator has dropped {', '.join(gone)} since you attached ckpt, because your script called "
-                "accelerator.free_memory() or clear(). Prepare the objects for the next training, then attach again "
-                "or build a new StateManager."
+                "accelerator.free_memory() or clear(). Prepare the objects for the next training run, then attach "
+                "again or build a new StateManager."
             )
         self._seen = {id(value): (key, value) for key, value in found.items()}
 

@@ -446,7 +446,7 @@ class HubRepo:
         if stop is not None and len(found) != stop - start:
             raise StorageError(
                 f"could not read {self.url}/{path}: ckpt asked for {stop - start} bytes, and the Hub sent "
-                f"{len(found)}. A proxy on the way may not support range requests."
+                f"{len(found)}. A proxy between this machine and the Hub may not support range requests."
             )
         return found
 
@@ -478,8 +478,8 @@ class HubRepo:
                     break
             time.sleep(pause)
         raise TransientError(
-            f"could not commit to {self.url}: others keep committing there, so nothing was changed. Try again later, "
-            "or use a branch of your own."
+            f"could not commit to {self.url}: other processes keep committing there, so nothing was changed. Try "
+            "again later, or use a branch of your own."
         )
 
     def squash(self, message: str) -> None:

@@ -383,7 +383,8 @@ class HubStorage:
                 self._repo.upload([addition])
             if is_ignored(addition):
                 raise StorageError(
-                    f"could not commit {path} to {self._repo.url}: its .gitignore excludes it. Change .gitignore."
+                    f"could not commit {path} to {self._repo.url}: the repository's .gitignore excludes this file. "
+                    "Change .gitignore."
                 )
             if is_separate(addition):
                 return Receipt(size, oid=addition.upload_info.sha256.hex())

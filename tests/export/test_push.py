@@ -398,7 +398,7 @@ def test_a_configuration_that_cannot_be_taken_costs_no_checkpoint(
     model.config.strange = object()
     with ckpt.StateManager(tmp_path / "run", model=model) as manager:
         manager.save_state("x", wait=True)
-        assert "can't publish its checkpoints" in caplog.text
+        assert "can't publish checkpoints without their configuration" in caplog.text
         with pytest.raises(ckpt.CkptError, match="not JSON serializable"):
             manager.save_model(tmp_path / "out")
     assert intact(tmp_path / "run")
@@ -704,7 +704,7 @@ class TestFaults:
         with ckpt.StateManager(tmp_path / "run", model=small(0)) as manager:
             manager.push_to_hub(REPO)
             hub.fail("/commit/", status, times=99)
-            with pytest.raises(ckpt.TransientError, match="others keep committing there"):
+            with pytest.raises(ckpt.TransientError, match="other processes keep committing there"):
                 manager.push_to_hub("me/other")
         assert len(hub.commits(REPO)) == 1
         assert hub.files("me/other") == {}
