@@ -46,7 +46,7 @@ def warn_left_out(every: int) -> None:
     """Once: the snapshot before is still being written, or copied to the next host."""
     _log.warning(
         "Skipped a memory snapshot: the previous one is still being written. Memory(every=%d) asks for snapshots "
-        "too often for this machine. From now on, ckpt only counts the skips.", every,
+        "too often for this machine. From now on, ckpt counts skipped snapshots without a warning.", every,
     )  # fmt: skip
 
 

@@ -348,7 +348,10 @@ def _rename(storage: LocalStorage, name: str) -> None:
             aside = f"{_aside(name)}-{number}"
         os.rename(path, os.path.join(storage.place, aside))
         _log.warning(
-            "%s/%s was never committed. ckpt moved other programs' files from there to %s.", storage.url, name, aside
+            "%s/%s was never committed. ckpt moved other programs' files from that folder to %s.",
+            storage.url,
+            name,
+            aside,
         )
         return
     _log.info("removed %s/%s: its save was interrupted, so it was never committed", storage.url, name)

@@ -1015,7 +1015,7 @@ class TestDeleting:
         assert sorted(path.name for path in tmp_path.iterdir() if "lock" not in path.name) == [
             ".step-2.uncommitted", "notes", "step-1"
         ]  # fmt: skip
-        assert "moved other programs' files from there to .step-2.uncommitted" in caplog.text
+        assert "moved other programs' files from that folder to .step-2.uncommitted" in caplog.text
         assert was_cut_off(storage, "step-2")
         (tmp_path / "step-2").mkdir()
         (tmp_path / "step-2" / "hook.txt").write_text("x")
