@@ -437,7 +437,8 @@ class RepairReport:
         is_shared = place is not None and count_names(f"{place}/{files.key(record)}") > 1
         report = cls(storage, files, record, is_shared)
         _log.error(
-            "the disk does not return what ckpt wrote to %s: %s. ckpt noticed this damage when it read the checkpoint back.",
+            "the disk does not return what ckpt wrote to %s: %s. ckpt found the damage when it read the checkpoint "
+            "back.",
             report._url, problem.text,
         )  # fmt: skip
         return report
