@@ -95,8 +95,8 @@ _POSITIVE = click.FloatRange(min=0, min_open=True, max=1e9)
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="The number of nodes.")
 @click.option(
     "--failures", type=_POSITIVE, metavar="R",
-    help="The number of failures per node per day. By default, plan uses the failure rate of the run in ROOT if that "
-    "run has failed three times, otherwise CKPT_FAILURES_PER_NODE_DAY if set, otherwise 0.0065, a published rate.",
+    help="The number of failures per node per day. By default, plan uses the failure rate of the run in ROOT if its "
+    "history is long enough, otherwise CKPT_FAILURES_PER_NODE_DAY if set, otherwise 0.0065, a published rate.",
 )  # fmt: skip
 @click.option(
     "--lost-machines", type=click.FloatRange(0, 1), default=0.5, show_default=True,
