@@ -10,12 +10,15 @@ from typing import Annotated, Any, Literal
 
 from ckpt.errors import ConfigError, Preempted
 from ckpt.export.load_model import load_model
+from ckpt.export.merge import merge
+from ckpt.export.options import SHARD_SIZE
 from ckpt.manager import StateManager
 from ckpt.options import ManagerOptions, resolve_options
+from ckpt.ranks.consensus import MAIN, run_on_all_ranks
 from ckpt.root.retention import Keep
 from ckpt.shown import few, shown
 from ckpt.state.joined import Joined
-from ckpt.util.option_values import names_of, said
+from ckpt.util.option_values import names_of, one_of
 
 try:
     from torchtitan.components.checkpointer import BaseCheckpointManager
@@ -29,11 +32,10 @@ except ImportError as error:
 
 _Own = Annotated[Any, Suppress]  # an object, which torchtitan's command line can't express
 _OWN = [name for name in names_of(ManagerOptions) if name != "root"]
-_MODES = ("disabled", "async", "async_with_pinned_mem")
 _INSTEAD = {
     "initial_load_in_hf": "convert the weights first, and set initial_load_path",
     "last_save_in_hf": "set last_save_model_only, and convert the model afterwards",
-    "create_seed_checkpoint": "set initial_load_path",
+    "create_seed_checkpoint": "begin with a model that every job loads, by initial_load_path",
 }  # docs/guides/torchtitan.md shows how
 _EXCLUDABLE = ("dataloader", "lr_scheduler")
 
@@ -43,6 +45,7 @@ class _Options(ManagerOptions):
     """A manager's options, with what is wrong with torchtitan's settings: one error names everything."""
 
     called = "CkptCheckpointer.Config"
+    async_mode: Annotated[str, one_of("disabled", "async", "async_with_pinned_mem")] = "async"
     wrong: tuple[str, ...] = ()
 
     def contradictions(self, wrong: Collection[str]) -> list[str]:
@@ -65,7 +68,7 @@ class CkptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         config: These settings differ from torchtitan's: `async_mode` is "async" unless you set it, and both async modes
             mean ckpt's background saves. The last checkpoint is always complete, so that you can extend the run:
             `last_save_model_only=True` also writes the model alone, in `export_dtype`, to the folder
-            `checkpoint-model` next to the folder `checkpoint`. `exclude_from_loading` takes only "dataloader" and
+            `checkpoint-model` beside `checkpoint`. `exclude_from_loading` takes only "dataloader" and
             "lr_scheduler". `initial_load_path` is a ckpt checkpoint, or, for the model alone, anything that
             `ckpt.load_model` reads. ckpt's own fields are `save_every` (instead of `interval`), `keep` (instead of
             `keep_latest_k`), `mirror`, `storage_options`, `saving`, `ranks`, `memory` and `signing`.
@@ -98,8 +101,8 @@ class CkptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
             """The options of the manager: the user's, and those that torchtitan's settings stand for."""
             given = {name: value for name in _OWN if (value := getattr(self, name)) is not None}
             keep = Keep(last=self.keep_latest_k) if self.keep_latest_k else None
-            mapped = {"save_every": self.interval, "keep": keep, "wrong": tuple(self._unsupported())}
-            options: Any = resolve_options({**mapped, **given}, _Options)
+            mapped = {"save_every": self.interval, "keep": keep, "async_mode": self.async_mode}
+            options: Any = resolve_options({**mapped, **given, "wrong": tuple(self._unsupported())}, _Options)
             saving = replace(options.saving, background=options.saving.background and self.async_mode != "disabled")
             return {**{name: getattr(options, name) for name in _OWN}, "saving": saving}
 
@@ -107,10 +110,6 @@ class CkptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
             wrong = [f"{name}=True is not possible: {what}" for name, what in _INSTEAD.items() if getattr(self, name)]
             if left := [name for name in self.exclude_from_loading if name not in _EXCLUDABLE]:
                 wrong.append(f"exclude_from_loading={left} is not possible: only {' and '.join(_EXCLUDABLE)} are")
-            if self.last_save_model_only and filesystem.is_remote(self.folder):
-                wrong.append("last_save_model_only=True needs a local folder=: run `ckpt merge` instead")
-            if self.async_mode not in _MODES:
-                wrong.append(f"async_mode={said(self.async_mode)} must be one of {', '.join(_MODES)}")
             return wrong
 
         def to_dict(self) -> dict[str, Any]:
@@ -123,15 +122,10 @@ class CkptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         if not self.enable:
             return
         self._config, self._built = config, built
-        self._root = filesystem.join(built.get("base_folder", ""), config.folder)
-        self.manager = StateManager(
-            self._root,
-            model=Joined(built["model_parts"]),
-            optimizer=built["optimizers"],
-            scheduler=built["lr_schedulers"],
-            dataloader=built["dataloader"],
-            **config.own_options(),
-        )
+        objects = {"model": Joined(built["model_parts"]), "optimizer": built["optimizers"]}
+        objects |= {"scheduler": built["lr_schedulers"], "dataloader": built["dataloader"]}
+        root = filesystem.join(built["base_folder"], config.folder)
+        self.manager = StateManager(root, **objects, **config.own_options())
         self.manager.register(**built["states"])
         self.manager.session.saves.unmanaged.quiet = config.load_only
 
@@ -183,10 +177,19 @@ class CkptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         if last_step or (curr_step == 1 and self._config.enable_first_step_checkpoint):
             self.manager.session.saves.end()
         if last_step:
-            self.manager.wait()
-        if last_step and self._config.last_save_model_only:
-            self.manager.save_model(f"{self._root}-model", dtype=self._config.export_dtype)
-        return self.manager.session.state.is_saved
+            self.manager.wait()  # torchtitan too ends with a save that training waits for
+        saved: bool = self.manager.session.state.is_saved
+        if last_step and saved and self._config.last_save_model_only:
+            run_on_all_ranks(self.manager.session.ranks, "last_save_model_only", self._write_model)
+        return saved
+
+    def _write_model(self) -> None:
+        """From the last checkpoint: in a pipeline no rank has the complete model."""
+        session, root, config = self.manager.session, self.manager.url.rstrip("/"), self._config
+        if session.ranks.rank == MAIN:
+            source, folder = f"{root}/{session.state.name}", f"{root}-model/{session.state.name}"
+            options: dict[str, Any] = {"dtype": config.export_dtype, "storage_options": config.storage_options}
+            merge(source, f"{folder}/model.safetensors", max_shard_size=SHARD_SIZE, **options)
 
     def _wait_for_saving(self) -> None:
         self.manager.wait()

@@ -149,13 +149,13 @@ def trainer(dump_folder: str, way: str, *, steps: int, seed: int = 1, **settings
     return made
 
 
-def after_each_save(made: Any, call: Callable[[int], object]) -> None:
-    """Let a trainer call this after each step, once its checkpointer has done its part."""
+def after_each_step(made: Any, call: Callable[[Any], object]) -> None:
+    """Let a trainer call this, with itself, after each step, once its checkpointer has done its part."""
     save = made.checkpointer.save
 
     def save_and_call(curr_step: int, last_step: bool = False) -> bool:
         saved: bool = save(curr_step, last_step)
-        call(curr_step)
+        call(made)
         return saved
 
     made.checkpointer.save = save_and_call

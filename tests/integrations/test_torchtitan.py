@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,25 +36,29 @@ def _train(rank: int, folder: str) -> None:
         made = titan.trainer(
             titan.folder_of(folder, f"{way}-straight"), way, steps=STEPS, keep_latest_k=2, last_save_model_only=True
         )
-        titan.after_each_save(
-            made, lambda step, made=made, way=way: write(folder, f"{way}-{step}", titan.digests(made))
-        )
+        titan.after_each_step(made, partial(_note, folder, way))
         made.train()
         made.close()
     made = titan.trainer(titan.folder_of(folder, STOPPED), STOPPED, steps=STEPS, async_mode="disabled")
-    titan.after_each_save(made, lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 1 else None)
+    titan.after_each_step(made, partial(_end, signal.SIGTERM, 1))
     with pytest.raises(SystemExit) as stopped:
         made.train()
     assert stopped.value.code == 128 + signal.SIGTERM
     made = titan.trainer(titan.folder_of(folder, KILLED), KILLED, steps=STEPS)
-    titan.after_each_save(made, lambda step, made=made: _die(made) if step == 3 else None)
+    titan.after_each_step(made, partial(_end, signal.SIGKILL, 3))
     made.train()
 
 
-def _die(made: Any) -> None:
-    made.checkpointer.manager.wait()
-    titan.synchronise()
-    os.kill(os.getpid(), signal.SIGKILL)
+def _note(folder: str, way: str, made: Any) -> None:
+    write(folder, f"{way}-{made.step}", titan.digests(made))
+
+
+def _end(signal_number: int, step: int, made: Any) -> None:
+    """Send every rank a signal after a step. What was saved before is committed."""
+    if made.step == step:
+        made.checkpointer.manager.wait()
+        titan.synchronise()
+        os.kill(os.getpid(), signal_number)
 
 
 def _resume(rank: int, folder: str) -> None:
@@ -83,19 +88,22 @@ def _spread(rank: int, folder: str, ways: dict[str, str]) -> None:
 def _begin_from(rank: int, folder: str, saved: str) -> None:
     """New runs begin with the model of another: of its checkpoint, and of what it wrote of its model alone."""
     straight, known = titan.folder_of(folder, f"{saved}-straight"), read(folder, f"{saved}-{STEPS}")
-    model = {name: value for name, value in known.items() if name.endswith("weight")}
-    for number, source in enumerate((f"checkpoint/step-{STEPS:08d}", "checkpoint-model")):
-        options = {"initial_load_path": f"{straight}/{source}", "memory": 1, "interval": 500}
+    for number, source in enumerate(("checkpoint", "checkpoint-model")):
+        options = {"initial_load_path": f"{straight}/{source}/step-{STEPS:08d}", "memory": 1, "interval": 500}
         made = titan.trainer(titan.folder_of(folder, f"new-{number}"), "fsdp", steps=1, seed=4, **options)
         assert made.checkpointer.load()
         assert made.step == 0
-        assert model.items() <= titan.digests(made).items()
+        assert _of_model(folder, saved).items() <= titan.digests(made).items()
         made.train()
         made.close()
         (last,) = ckpt.list_checkpoints(made.checkpointer.manager.url)
         assert last.step == 1
     _train_on_with_another_schedule(titan.folder_of(folder, "all"), f"{straight}/checkpoint/step-{STEPS:08d}", known)
     _do_without(titan.folder_of(folder, "none"))
+
+
+def _of_model(folder: str, way: str) -> dict[str, str]:
+    return {name: value for name, value in read(folder, f"{way}-{STEPS}").items() if name.endswith("weight")}
 
 
 def _train_on_with_another_schedule(folder: str, path: str, known: dict[str, str]) -> None:
@@ -138,10 +146,8 @@ def test_torchtitan_is_killed_resumed_bit_for_bit_and_spread_in_other_ways(
         straight = tmp_path / f"{way}-straight"
         steps = [found.step for found in ckpt.list_checkpoints(straight / "checkpoint")]
         assert steps == [6, 4]
-        model = {
-            name: digest(value) for name, value in load_file(straight / "checkpoint-model/model.safetensors").items()
-        }
-        assert model.items() <= read(folder, f"{way}-{STEPS}").items()
+        (file,) = (straight / "checkpoint-model").rglob("*.safetensors")
+        assert {name: digest(value) for name, value in load_file(file).items()} == _of_model(folder, way)
     run_ranks(4, _resume, folder)
     run_ranks(4, _spread, folder, {"pp2-fsdp": "pp2-tp", "tp2-fsdp": "pp2-fsdp"})
     run_ranks(2, _spread, folder, dict.fromkeys(titan.TRAINED, "fsdp"))
@@ -152,22 +158,11 @@ def _configure(rank: int) -> None:
     titan.run_on_cpu()
     from ckpt.integrations.torchtitan import CkptCheckpointer
 
+    flags: dict[str, Any] = dict.fromkeys(("last_save_in_hf", "initial_load_in_hf", "create_seed_checkpoint"), True)
+    others: dict[str, Any] = {"exclude_from_loading": ["optimizer", "dataloader"], "async_mode": "of", "memory": -1}
     with pytest.raises(ckpt.ConfigError) as refused:
-        CkptCheckpointer.Config(
-            exclude_from_loading=["optimizer", "dataloader"],
-            last_save_in_hf=True,
-            last_save_model_only=True,
-            create_seed_checkpoint=True,
-            async_mode="of",
-            memory=-1,
-        )
-    for setting in (
-        "exclude_from_loading=['optimizer']",
-        "last_save_in_hf",
-        "create_seed",
-        "async_mode='of'",
-        "memory=-1",
-    ):
+        CkptCheckpointer.Config(last_save_model_only=True, **flags, **others)
+    for setting in (*flags, "exclude_from_loading=['optimizer']", "async_mode='of'", "memory=-1"):
         assert setting in str(refused.value)
     config = CkptCheckpointer.Config(interval=7, keep_latest_k=0, async_mode="disabled", memory=10)
     options = config.own_options()
