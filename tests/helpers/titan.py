@@ -129,7 +129,7 @@ def trainer(dump_folder: str, way: str, *, steps: int, seed: int = 1, **settings
     for layer in config.model_spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()  # flex attention has no gradients on a CPU
     config.tokenizer, config.dataloader = tokenizer.Config(), loader.Config()
-    options = {"enable": True, "interval": 2, "ranks": ckpt.RankOptions(timeout=100), **settings}
+    options = {"enable": True, "interval": 2, "ranks": ckpt.RankOptions(timeout=300), **settings}
     config.checkpoint = CkptCheckpointer.Config(**options)
     config.dump_folder, config.validator.enable = dump_folder, False
     config.training.seq_len, config.training.local_batch_size, config.training.steps = LENGTH, 4, steps
