@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from ckpt.formats.foreign.hf_safetensors import LiveTensor, StreamedTensor, dupl
 from ckpt.formats.native.shard_table import ShardedState, build_table
 from ckpt.formats.native.tensor_file import dtype_name, finish_collectives
 from ckpt.formats.tensors import FilePlan
-from ckpt.ranks.consensus import MAIN, Ranks, run_on_all_ranks
+from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together, run_on_all_ranks
 from ckpt.state.model import ModelPart, tensors_in
 from ckpt.storage import LocalStorage
 from ckpt.util.checked_json import parse_json
@@ -45,6 +46,7 @@ class ModelExport:
     files: list[FilePlan]
     about: Mapping[str, Any] = field(default_factory=dict)
     shared: bool = False
+    names: str = ""  # a hash of the names of all tensors
 
     def write(self, folder: Path) -> None:
         """Write all files. After an error the remaining ones are still gathered: the other ranks take part in that."""
@@ -93,7 +95,8 @@ def export_live(part: ModelPart, ranks: Ranks, options: ExportOptions) -> ModelE
         groups.setdefault(first, [first]).append(alias)
     about = _about(part, state)
     files = model_files(about, sources, duplicates(groups.values()), options)
-    return ModelExport(files, about, shared=part.is_sharded() and ranks.world_size > 1)
+    names = hashlib.sha256("\n".join(sorted(tensors)).encode()).hexdigest()
+    return ModelExport(files, about, shared=part.is_sharded() and ranks.world_size > 1, names=names)
 
 
 def _about(part: ModelPart, state: Any) -> dict[str, Any]:
@@ -161,10 +164,23 @@ def save_live(
         # before anything is gathered: a rank that failed later would leave the others waiting in a gather
         folder: Any = run_on_all_ranks(ranks, call, lambda: _open_folder(Path(directory), stack) if main else None)
         exported: ModelExport = run_on_all_ranks(ranks, call, lambda: export_live(part, ranks, options))
+        _refuse_stages(call, ranks, exported)
         run_on_all_ranks(ranks, call, lambda: exported.write(folder) if main else exported.help_to_write())
         run_on_all_ranks(ranks, call, lambda: write_processors(folder, processors) if main else None)
         run_on_all_ranks(ranks, call, stack.close)
     return exported
+
+
+def _refuse_stages(call: str, ranks: Ranks, exported: ModelExport) -> None:
+    """Refuse a model of which the main rank has only a part: its file would lack the others, and look complete."""
+    others = decide_together(
+        ranks, call, Result(exported.names), lambda each: [rank for rank, names in enumerate(each) if names != each[0]]
+    )
+    if others:
+        raise UnsupportedError(
+            f"{call} writes the tensors that rank 0 has, but {len(others)} of {ranks.world_size} ranks have others, as "
+            "in a pipeline. Save a checkpoint, which has the tensors of all ranks, and run `ckpt merge` on it."
+        )
 
 
 def _open_folder(directory: Path, stack: ExitStack) -> Path:

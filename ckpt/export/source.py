@@ -366,12 +366,16 @@ def _of_dcp(place: Place, part: str) -> TensorSource:
 
 
 def _chosen(contents: dcp.Contents, part: str, where: str) -> dcp.Contents:
-    """The tensors under the part's key. Where nothing is nested, the whole folder is the model."""
+    """The tensors under the part's key. The model may also lie beside the other parts, as torchtitan saves it, or be
+    the whole folder."""
     chosen = contents.of_part(part.partition(".")[0])
     if chosen.tensors:
         return chosen
     if contents.tensors and not contents.parts():
         return contents
+    beside = {name: saved for name, saved in contents.tensors.items() if len(saved.keys) == 1}
+    if part == "model" and any("." in name for name in beside):
+        return dcp.Contents(beside)
     known = ", ".join(contents.parts()) or "none"
     raise MissingError(f"{where} has no part {part!r} with tensors. Parts with tensors: {known}.")
 

@@ -183,7 +183,7 @@ def path_text(value: Any, what: str) -> str:
 def settings(value: Any) -> dict[str, Any]:
     """The options of a storage, as keywords; none is an empty dict."""
     if value is not None and not is_settings(value):
-        raise ConfigError(f"storage_options must be a dict of options for the storage of a URL, not {kind_of(value)}.")
+        raise ConfigError(f"storage_options must be a dict of options for the storage, not {kind_of(value)}.")
     return dict(value or {})
 
 
@@ -253,4 +253,4 @@ AnySeconds = Annotated[float, Must(lambda value: value == 0 or is_seconds(value)
 AUTO = "auto"
 Period = Annotated[str, Must(is_period, "a time such as '10min', '90s' or '2h', or 'auto'")]
 Size = Annotated[int | str, Must(is_size, "a size such as '8GB', or a number of bytes")]
-Settings = Annotated[Mapping[str, Any], Must(is_settings, "a dict of options for the storage of a URL", secret=True)]
+Settings = Annotated[Mapping[str, Any], Must(is_settings, "a dict of options for the storage", secret=True)]

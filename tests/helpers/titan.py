@@ -81,10 +81,9 @@ def run_on_cpu() -> Any:
 
 
 @cache
-def _components() -> tuple[Any, Any, Any]:
-    """A tokenizer that is not asked, a loader of `Tokens`, and ckpt as torchtitan's checkpointer."""
+def _components() -> tuple[Any, Any]:
+    """A tokenizer that is not asked, and a loader of `Tokens`."""
     run_on_cpu()
-    from torchtitan.components.checkpointer import BaseCheckpointManager
     from torchtitan.components.dataloader import ParallelAwareDataloader
     from torchtitan.components.tokenizer import BaseTokenizer
 
@@ -113,73 +112,26 @@ def _components() -> tuple[Any, Any, Any]:
         def __init__(self, config: Any, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **_: Any) -> None:
             super().__init__(Tokens(dp_rank, dp_world_size), dp_rank, dp_world_size, batch_size=local_batch_size)
 
-    class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]
-        @dataclass(kw_only=True, slots=True)
-        class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
-            pass
-
-        def __init__(
-            self,
-            config: Any,
-            *,
-            dataloader: Any,
-            model_parts: Any,
-            optimizers: Any,
-            lr_schedulers: Any,
-            states: Any,
-            base_folder: str,
-            **_: Any,
-        ) -> None:
-            self.enable, self.save_future, self.interval = config.enable, None, config.interval
-            self.after: Callable[[int], None] = lambda step: None
-            self.restored: ckpt.Restored | None = None
-            self.manager = ckpt.StateManager(
-                base_folder,
-                model=ckpt.Joined(model_parts),
-                optimizer=optimizers,
-                scheduler=lr_schedulers,
-                dataloader=dataloader,
-                ranks=ckpt.RankOptions(timeout=100),
-            )
-            self.manager.register(**states)
-
-        def _load(self, step: int = -1) -> bool:
-            self.restored = self.manager.resume()
-            return self.restored is not None
-
-        def _save(self, curr_step: int, last_step: bool = False) -> bool:
-            self.manager.step()
-            due = bool(curr_step % self.interval == 0)
-            if due:
-                self.manager.save_state(wait=False)
-            self.after(curr_step)
-            return due
-
-        def _wait_for_saving(self) -> None:
-            self.manager.wait()
-
-        def _maybe_wait_for_staging(self) -> None: ...
-
-        def _close(self) -> None:
-            self.manager.close()
-
-    return NoTokenizer, Loader, Checkpointer
+    return NoTokenizer, Loader
 
 
-def trainer(folder: str, way: str, *, steps: int, seed: int = 1) -> Any:
-    """torchtitan's Trainer of its debug model, which saves after every second step."""
+def trainer(dump_folder: str, way: str, *, steps: int, seed: int = 1, **settings: Any) -> Any:
+    """torchtitan's Trainer of its debug model, which saves after every second step. `settings`: of its checkpointer."""
     module = run_on_cpu()
     from torchtitan.models.common import ScaledDotProductAttention
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
     os.environ.setdefault("LOCAL_RANK", "0")
-    tokenizer, loader, checkpointer = _components()
+    from ckpt.integrations.torchtitan import CkptCheckpointer
+
+    tokenizer, loader = _components()
     config: Any = llama3_debugmodel()
     for layer in config.model_spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()  # flex attention has no gradients on a CPU
     config.tokenizer, config.dataloader = tokenizer.Config(), loader.Config()
-    config.checkpoint = checkpointer.Config(enable=True, interval=2)
-    config.dump_folder, config.validator.enable = folder, False
+    options = {"enable": True, "interval": 2, "ranks": ckpt.RankOptions(timeout=300), **settings}
+    config.checkpoint = CkptCheckpointer.Config(**options)
+    config.dump_folder, config.validator.enable = dump_folder, False
     config.training.seq_len, config.training.local_batch_size, config.training.steps = LENGTH, 4, steps
     config.lr_scheduler.total_steps, config.debug.seed = 10, seed
     config.training.disable_cuda_graphs, config.training.mixed_precision_param = True, "float32"
@@ -195,6 +147,18 @@ def trainer(folder: str, way: str, *, steps: int, seed: int = 1) -> Any:
     if hasattr(made, "pp_schedule"):
         made.pp_schedule.step = _step_of(made.pp_schedule)
     return made
+
+
+def after_each_step(made: Any, call: Callable[[Any], object]) -> None:
+    """Let a trainer call this, with itself, after each step, once its checkpointer has done its part."""
+    save = made.checkpointer.save
+
+    def save_and_call(curr_step: int, last_step: bool = False) -> bool:
+        saved: bool = save(curr_step, last_step)
+        call(made)
+        return saved
+
+    made.checkpointer.save = save_and_call
 
 
 def _step_of(schedule: Any) -> Callable[..., None]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -99,6 +100,8 @@ def test_a_model_beside_the_other_parts_is_the_model_and_a_count_in_a_tensor_is_
     out = torch.load(tmp_path / "out.pt", weights_only=True)
     assert exact(out["model"]) == exact(flat)
     assert {"model", "scheduler", "train_state"} == {*said.parts}
+    ckpt.merge(tmp_path / "saved", tmp_path / "model.safetensors")
+    assert exact(load_file(tmp_path / "model.safetensors")) == exact(flat)
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:

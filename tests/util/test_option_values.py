@@ -118,7 +118,7 @@ def test_an_option_object_refuses_nonsense_when_it_is_built_and_all_of_it_at_onc
         "Everything: steps=0 must be a number of steps, 1 or more; seconds=-1 must be a number of seconds, up to ten "
         "years; time='soon' must be a time such as '10min', '90s' or '2h', or 'auto'; size='x' must be a size such as "
         "'8GB', or a number of bytes; flag=None must be True or False; maybe=1 must be True, False or None; settings=a "
-        "str must be a dict of options for the storage of a URL; mode='x' must be one of full, sharded."
+        "str must be a dict of options for the storage; mode='x' must be one of full, sharded."
     )
     with pytest.raises(ConfigError, match=r"^Everything: steps and size may not both be 7\.$"):
         Everything(steps=7, size=7)
