@@ -195,10 +195,16 @@ class CapturedState:
         """The files of tensors that this rank writes."""
         return [*(self.common_files if self.writes_common else ()), *self.rank_files]
 
-    @property
-    def unlinked_size(self) -> int:
-        """Bytes of tensors that this rank writes in any case: what is likely unchanged may be linked."""
-        return sum(file.size for file in (*self.files, *self.diverged_files) if not file.likely_unchanged)
+    def unlinked_size(self, earlier: Mapping[str, int] | None) -> int:
+        """Bytes of tensors that this rank writes in any case: what is likely unchanged may be linked.
+
+        `earlier`: the sizes of the files that it could be linked to, if they are known.
+        """
+
+        def may_be_linked(file: FilePlan) -> bool:
+            return file.likely_unchanged and (earlier is None or earlier.get(file.path) == file.size)
+
+        return sum(file.size for file in (*self.files, *self.diverged_files) if not may_be_linked(file))
 
     @property
     def snapshot_files(self) -> list[FilePlan]:
