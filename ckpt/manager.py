@@ -208,7 +208,9 @@ class StateManager:
         """The result of the last load; None if this run started from scratch."""
         return self._session.restored
 
-    def register(self, *unnamed: Any, per_rank: bool | Any = False, **objects: Any) -> None:  # Any: for **named_objects
+    def register(
+        self, *unnamed: Any, per_rank: bool | Any = False, chunked: bool | Any = False, **objects: Any
+    ) -> None:  # Any: for **named_objects
         """Manage more objects, each under its name. Every rank must make this call.
 
         ckpt saves each rank's own generators (torch, NumPy, Python), and each rank's own state of an object if the
@@ -218,10 +220,13 @@ class StateManager:
         Args:
             per_rank: Keep each rank's own state on any number of ranks. The objects of new ranks keep their state; ckpt
                 does not load the state of ranks that are gone. The report names both.
+            chunked: Write each item of a list in the object's state into a file of its own, if the item's tensors take
+                a megabyte or more. Later saves link the items that have not changed, and write only the others. Use it
+                for a replay buffer, as the guide to reinforcement learning shows.
             **objects: Anything with `state_dict` and `load_state_dict`, or a generator. A number or text, as in
                 `best_loss=1e9`, sets the first value in `values`, until a load or your script changes it.
         """
-        self._session.registry.register(objects, unnamed, per_rank=per_rank)
+        self._session.registry.register(objects, unnamed, per_rank=per_rank, chunked=chunked)
 
     def unwrap(self, model: nn.Module | None = None) -> nn.Module:
         """Return a model without the wrappers of DDP, FSDP 1, DataParallel and torch.compile.

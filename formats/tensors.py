@@ -186,6 +186,7 @@ class PartState:
     values: Any
     tensors: Mapping[str, Shard] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()  # tensors that training does not change
+    chunked: bool = False  # whether each item of a list in it has a file of its own
     about: Mapping[str, Any] = field(default_factory=dict)  # JSON that other tools need to rebuild the object
 
 

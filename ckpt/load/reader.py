@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
@@ -22,6 +23,7 @@ from ckpt.errors import DamagedError
 from ckpt.formats.checks import damage_reported
 from ckpt.formats.layout import Box, Layout, Members, over_all_ranks
 from ckpt.formats.native.documents import INLINE, STATE, Decoder, decode_inline, from_json, parts_in, rank_document
+from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.native.shard_table import ShardedTensors, ShardTable
 from ckpt.formats.native.tensor_file import TensorFile
@@ -29,7 +31,7 @@ from ckpt.formats.sharded_tensors import is_sharded, layout_of, local_tensor
 from ckpt.formats.tensors import Transfer, same_bytes
 from ckpt.load.verified_read import read, read_verified, verify
 from ckpt.ranks.consensus import MAIN
-from ckpt.root.catalog import own_key, spread_file, whole_file
+from ckpt.root.catalog import FROZEN, main_file, own_key, spread_file, whole_file
 from ckpt.root.verify import VerifiedFile
 from ckpt.state import rng
 from ckpt.state.parts import LEFT, Place, SavedTensor
@@ -455,7 +457,7 @@ class CheckpointReader:
     def has_tensors(self, key: str) -> bool:
         """Whether a part has any tensors: an optimizer that has not stepped has none."""
         part = self._part(key)
-        return bool(self._table(key).tensors) if "spread" in part else whole_file(key) in self._records
+        return bool(self._table(key).tensors) if "spread" in part else whole_file(key) in self._beside
 
     def layouts(self, key: str) -> frozenset[Layout]:
         """The layouts in which a part's tensors were sharded; none if it was saved whole."""
@@ -517,15 +519,22 @@ class CheckpointReader:
         return [*shards, *self._files(whole_file, own_key(key, rank)), *whole]
 
     def _files(self, name: Callable[..., str], *about: Any) -> list[TensorFile]:
-        """The files of a name that exist: with the trained tensors, and with the frozen ones."""
-        names = (name(*about), name(*about, frozen=True))
-        return [self._tensor_file(file) for file in names if file in self._records]
+        """The file of a name, and those beside it: with the frozen tensors, or the items of lists."""
+        return [self._tensor_file(file) for file in self._beside.get(name(*about), ())]
+
+    @cached_property
+    def _beside(self) -> Mapping[str, list[str]]:
+        """The names of tensor files, by the main file that each stands beside."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for name in filter(lambda name: name.endswith(SUFFIX), self._records):
+            found[main_file(name)].append(name)
+        return found
 
     def _is_here(self, key: str, rank: int) -> bool:
         """Whether this host has the files that a rank has written of a part: it may have its own ranks' files alone."""
         if not self.manifest.hosts:
             return True
-        found = (self._records.get(spread_file(key, rank, frozen=frozen)) for frozen in (False, True))
+        found = (self._records.get(spread_file(key, rank, aside=aside)) for aside in ("", FROZEN))
         records = [record for record in found if record is not None]
         return all(self._sizes.get(f"{self.manifest.name}/{record.path}") == record.size for record in records)
 

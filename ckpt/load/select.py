@@ -39,7 +39,7 @@ from ckpt.formats.native.shard_table import EVERY, ShardSpec, ShardTable
 from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together, values_of
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
 from ckpt.root import catalog
-from ckpt.root.catalog import Overview, manifest_bytes, part_of, rank_of, read_manifest, spread_file
+from ckpt.root.catalog import FROZEN, Overview, manifest_bytes, part_of, rank_of, read_manifest, spread_file
 from ckpt.root.folder import ROOT_ITSELF, is_foreign
 from ckpt.root.mirror import MirrorPatience
 from ckpt.root.signing import Trust
@@ -86,7 +86,7 @@ class Replicas:
         return spec.copy == EVERY and any(self._files_are_here(part, other) for other in holders)
 
     def _files_are_here(self, part: str, rank: int) -> bool:
-        names = (spread_file(part, rank, frozen=frozen) for frozen in (False, True))
+        names = (spread_file(part, rank, aside=aside) for aside in ("", FROZEN))
         records = [self._records[name] for name in names if name in self._records]
         return bool(records) and all(map(self.is_here, records))
 

@@ -373,18 +373,24 @@ def _readable(storage: Storage, name: str, file: str) -> bytes | None:
     return data
 
 
-_FROZEN = "+frozen"  # no part is named so
-_RANK_SUFFIX = re.compile(rf"[/-](\d{{5}})(?:{re.escape(_FROZEN)})?(?:\.[0-9a-f]{{8}})?{re.escape(SUFFIX)}$")
+FROZEN = "frozen"  # what stands aside in a file of its own: frozen tensors
+_ASIDE = "+"  # no part's name has it
+_RANK_SUFFIX = re.compile(rf"[/-](\d{{5}})(?:\+[\w.-]+?)?(?:\.[0-9a-f]{{8}})?{re.escape(SUFFIX)}$")
 
 
-def whole_file(key: str, *, frozen: bool = False) -> str:
-    """The file with all of a part's tensors: `model.safetensors`, or `model+frozen.safetensors`."""
-    return f"{key}{_FROZEN if frozen else ''}{SUFFIX}"
+def whole_file(key: str, *, aside: str = "") -> str:
+    """The file with all of a part's tensors: `model.safetensors`. Some may stand aside: `model+frozen.safetensors`."""
+    return f"{key}{_ASIDE if aside else ''}{aside}{SUFFIX}"
 
 
-def spread_file(key: str, rank: int, *, frozen: bool = False) -> str:
+def spread_file(key: str, rank: int, *, aside: str = "") -> str:
     """The file with a rank's shards of a part: `model/00003.safetensors`."""
-    return whole_file(f"{key}/{rank:05d}", frozen=frozen)
+    return whole_file(f"{key}/{rank:05d}", aside=aside)
+
+
+def main_file(name: str) -> str:
+    """The file that a tensor file stands beside: `model.safetensors` for `model+frozen.safetensors`, and for itself."""
+    return whole_file(name.removesuffix(SUFFIX).partition(_ASIDE)[0])
 
 
 def own_key(key: str, rank: int) -> str:
@@ -400,7 +406,7 @@ def rank_of(name: str) -> int | None:
 
 def part_of(name: str) -> str:
     """The part that a tensor file belongs to."""
-    return name.partition("/")[0].removesuffix(SUFFIX).removesuffix(_FROZEN)
+    return name.partition("/")[0].removesuffix(SUFFIX).partition(_ASIDE)[0]
 
 
 _NOT_JSON = ("nan", "inf", "-inf")  # numbers that JSON has not

@@ -11,6 +11,7 @@ file of its own.
 from __future__ import annotations
 
 import logging
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,13 +33,14 @@ from ckpt.formats.sharded_tensors import ShardOutline, is_sharded, local_tensor,
 from ckpt.formats.tensors import FilePlan, PartState, Shard, Unsharded
 from ckpt.ranks.consensus import MAIN, Ranks
 from ckpt.ranks.hosts import Hosts
-from ckpt.root.catalog import own_key, part_of, spread_file, whole_file
+from ckpt.root.catalog import FROZEN, own_key, part_of, spread_file, whole_file
 from ckpt.save.snapshot.tensor_copies import Leaves, TensorCopies
 from ckpt.state.model import ModelPart
-from ckpt.state.parts import Part, Replication
+from ckpt.state.parts import ObjectPart, Part, Replication
 from ckpt.state.unwrap import JoinedModel
 
-_WORTH_A_FILE = 1 << 20  # bytes of frozen tensors
+_WORTH_A_FILE = 1 << 20  # bytes of frozen tensors, or of an item of a list
+_ITEM = re.compile(r"([\w.-]{0,100})\[(\d{1,9})\]", re.ASCII)  # how a tensor is named: `chunks[3].rewards`
 
 
 @dataclass(frozen=True)
@@ -193,10 +195,16 @@ class CapturedState:
         """The files of tensors that this rank writes."""
         return [*(self.common_files if self.writes_common else ()), *self.rank_files]
 
-    @property
-    def unlinked_size(self) -> int:
-        """Bytes of tensors that this rank writes in any case: what is likely unchanged may be linked."""
-        return sum(file.size for file in (*self.files, *self.diverged_files) if not file.likely_unchanged)
+    def unlinked_size(self, earlier: Mapping[str, int] | None) -> int:
+        """Bytes of tensors that this rank writes in any case: what is likely unchanged may be linked.
+
+        `earlier`: the sizes of the files that it could be linked to, if they are known.
+        """
+
+        def may_be_linked(file: FilePlan) -> bool:
+            return file.likely_unchanged and (earlier is None or earlier.get(file.path) == file.size)
+
+        return sum(file.size for file in (*self.files, *self.diverged_files) if not may_be_linked(file))
 
     @property
     def snapshot_files(self) -> list[FilePlan]:
@@ -337,18 +345,39 @@ def _value(part: PartState | ShardedState) -> dict[str, Any]:
 
 
 def _unsharded_files(parts: Mapping[str, PartState]) -> list[FilePlan]:
-    of_each = [_tensor_files(partial(whole_file, key), part.tensors, part.frozen) for key, part in parts.items()]
+    of_each = [
+        _tensor_files(partial(whole_file, key), part.tensors, part.frozen, chunked=part.chunked)
+        for key, part in parts.items()
+    ]
     return [file for files in of_each for file in files]
 
 
-def _tensor_files(name: Callable[..., str], tensors: Mapping[str, Shard], frozen: frozenset[str]) -> list[FilePlan]:
-    """One file, or two: frozen tensors, if they are large enough, have a file of their own that can be linked."""
-    constant = {key: shard for key, shard in tensors.items() if key in frozen}
-    trained = {key: shard for key, shard in tensors.items() if key not in frozen}
-    if sum(shard.tensor.nbytes for shard in constant.values()) < _WORTH_A_FILE:
-        return [tensor_file.plan_file(name(), tensors)] if tensors else []
-    files = [tensor_file.plan_file(name(frozen=bool(trained)), constant, likely_unchanged=True)]
-    return [tensor_file.plan_file(name(), trained), *files] if trained else files
+def _tensor_files(
+    name: Callable[..., str], tensors: Mapping[str, Shard], frozen: frozenset[str], *, chunked: bool = False
+) -> list[FilePlan]:
+    """One file, and others beside it that can be linked, where they are large enough: one for all frozen tensors, and,
+    if `chunked`, one for each item of a list."""
+    aside: dict[str, dict[str, Shard]] = {}
+    for key, shard in tensors.items():
+        if word := FROZEN if key in frozen else _item_of(key) if chunked else "":
+            aside.setdefault(word, {})[key] = shard
+    aside = {word: found for word, found in aside.items() if _size(found) >= _WORTH_A_FILE}
+    elsewhere = set().union(*aside.values())
+    rest = {key: shard for key, shard in tensors.items() if key not in elsewhere}
+    if not rest and aside.keys() == {FROZEN}:
+        return [tensor_file.plan_file(name(), tensors, likely_unchanged=True)]
+    files = [tensor_file.plan_file(name(aside=word), found, likely_unchanged=True) for word, found in aside.items()]
+    return [tensor_file.plan_file(name(), rest), *files] if rest else files
+
+
+def _size(tensors: Mapping[str, Shard]) -> int:
+    return sum(shard.tensor.nbytes for shard in tensors.values())
+
+
+def _item_of(name: str) -> str:
+    """The item of a list that a tensor is in, as a file name can say it: `chunks.3`; empty if it is in none."""
+    found = _ITEM.match(name)
+    return ".".join(filter(None, found.groups())) if found else ""
 
 
 def with_diverged_state(
@@ -487,6 +516,7 @@ class LivePart:
     kind: str
     tree: Any
     frozen: frozenset[str] = frozenset()
+    chunked: bool = False
     about: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -548,7 +578,7 @@ class LiveState:
 
 def _encoded(part: LivePart, substitute: Substitute | None, problems: list[str]) -> PartState:
     state = documents.encode_part(part.kind, part.tree, part.key, problems, substitute)
-    return replace(state, frozen=part.frozen, about=part.about)
+    return replace(state, frozen=part.frozen, chunked=part.chunked, about=part.about)
 
 
 def _with_known_fingerprints(state: CapturedState) -> CapturedState:
@@ -660,9 +690,10 @@ class StateCapture:
         if self.ranks.world_size > 1:
             guarantee = part.replication(tree, self.ranks.members)
             self._guarantees[part.key] = guarantee if self._trusted else guarantee.distrusted()
+        chunked = isinstance(part, ObjectPart) and part.chunked
         if not described and not self._writes_common:
-            return LivePart(part.key, part.kind, tree)
-        return LivePart(part.key, part.kind, tree, part.frozen(), _about(part, tree))
+            return LivePart(part.key, part.kind, tree, chunked=chunked)
+        return LivePart(part.key, part.kind, tree, part.frozen(), chunked, _about(part, tree))
 
     def _encoded_sharded(
         self, part: LivePart, substitute: documents.Substitute | None, problems: list[str]

@@ -468,6 +468,11 @@ class Links:
     files: dict[str, EarlierFile] = field(default_factory=dict)
     are_known: bool = False  # they are those that this run has read or written last
 
+    @property
+    def sizes(self) -> dict[str, int] | None:
+        """The size of each file, if they are known."""
+        return {name: earlier.file.size for name, earlier in self.files.items()} if self.are_known else None
+
     def follow(self, name: str, written: Iterable[FileRecord]) -> None:
         """Link to the files of a checkpoint that this run has read or written."""
         self.files, self.are_known = {file.name: EarlierFile(name, file) for file in written}, True

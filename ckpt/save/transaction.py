@@ -389,7 +389,7 @@ class SaveTransaction:
             "document": None if own else captured.document.decode(),
             "paths": [file.path for file in (*own, *captured.rank_files, *captured.diverged_files)],
             "outline": self._described(captured).outline if several else {},
-            "size": captured.unlinked_size if self.request.check_room else 0,
+            "size": captured.unlinked_size(self.root.links.sizes) if self.request.check_room else 0,
             "present": self.root.files_of(self.request.name) if self._owns_another_root else [],
         }
 

@@ -304,6 +304,7 @@ class ObjectPart(UnshardedPart):
     value: Stateful
     same_class: bool = False
     can_be_sharded: bool = False
+    chunked: bool = False  # each item of a list in its state has a file of its own
 
     @property
     def kind(self) -> str:

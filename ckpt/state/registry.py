@@ -253,6 +253,7 @@ class StateRegistry:
         self._found = ManagedObjects()
         self._registered: dict[str, Part] = {}
         self._per_rank: dict[str, Stateful] = {}
+        self._chunked: set[str] = set()
         self._gradients = gradients
         self._members = members  # the ranks that have these objects, where they are some of the job's
         self._engines: dict[str, EnginePart] = {}
@@ -343,8 +344,10 @@ class StateRegistry:
         parts: dict[str, OwnPart] = self._gradients_part(rank) if self._gradients else {}
         for engine in self._engines.values():
             parts |= engine.own_parts(rank)
-        named = {f"{name}-{rank:05d}": value for name, value in self._per_rank.items()}
-        return {**parts, **{key: RankObjectPart(key, value) for key, value in named.items()}}
+        for name, value in self._per_rank.items():
+            key = f"{name}-{rank:05d}"
+            parts[key] = RankObjectPart(key, value, chunked=name in self._chunked)
+        return parts
 
     def _gradients_part(self, rank: int, of: frozenset[int] | None = None) -> dict[str, OwnPart]:
         key = f"gradients-{rank:05d}"
@@ -403,17 +406,31 @@ class StateRegistry:
             for optimizer in self._windows.open(self.optimizers):
                 optimizer.zero_grad()
 
-    def register(self, objects: Mapping[str, Any], unnamed: Sequence[Any] = (), *, per_rank: bool = False) -> None:
-        """Add all of these objects, or none if one is unsuitable. With `per_rank`, each rank saves its own state."""
+    def register(
+        self,
+        objects: Mapping[str, Any],
+        unnamed: Sequence[Any] = (),
+        *,
+        per_rank: bool = False,
+        chunked: bool = False,
+    ) -> None:
+        """Add all of these objects, or none if one is unsuitable. With `per_rank`, each rank saves its own state; with
+        `chunked`, each item of a list in it has a file of its own."""
         if unnamed:
             raise ConfigError("register() needs a name for each object: register(ema=ema).")
-        if not isinstance(per_rank, bool):
-            raise ConfigError(
-                f"per_rank={per_rank!r} must be True or False: it is an option, so no object can have that name."
-            )
-        wrong = [f"{name}: {why}" for name, value in objects.items() if (why := self._obstacle(name, value, per_rank))]
+        for option, given in (("per_rank", per_rank), ("chunked", chunked)):
+            if not isinstance(given, bool):
+                raise ConfigError(
+                    f"{option}={given!r} must be True or False: it is an option, so no object can have that name."
+                )
+        wrong = [
+            f"{name}: {why}"
+            for name, value in objects.items()
+            if (why := self._obstacle(name, value, per_rank=per_rank, chunked=chunked))
+        ]
         if wrong:
             raise ConfigError(f"cannot register {joined(wrong)}.")
+        self._chunked.update(objects if chunked else ())
         for name, value in objects.items():
             if is_plain(value):
                 self.values.begin_with({name: value})
@@ -422,9 +439,9 @@ class StateRegistry:
             elif per_rank:
                 self._per_rank[name] = value
             else:
-                self._registered[name] = self.parts[name] = _registered_part(name, value)
+                self._registered[name] = self.parts[name] = _registered_part(name, value, chunked=chunked)
 
-    def _obstacle(self, name: str, value: Any, per_rank: bool) -> str | None:
+    def _obstacle(self, name: str, value: Any, *, per_rank: bool, chunked: bool) -> str | None:
         if any(name in known for known in (self.parts, self.generators, self._per_rank, RESERVED)):
             return "a part of that name already exists"
         if name in self.values and not is_plain(value):
@@ -433,6 +450,8 @@ class StateRegistry:
             return f"{value.__name__} is a class: give an object of it"
         if not is_plain(value) and not all(map(is_part_name, name.split("."))):
             return "this is not a valid part name: use letters, digits, '_' and '-'"
+        if chunked and (isinstance(value, nn.Module) or not has_state(value)):
+            return f"chunked=True is for an object with lists in its state_dict, which a {type(value).__name__} is not"
         if rng.is_generator(value) or has_state(value) or (is_plain(value) and not per_rank):
             return None
         if _is_hook_state(value):
@@ -490,8 +509,8 @@ def _engine_key(model: str) -> str:
     return model.replace("model", ENGINE, 1)
 
 
-def _registered_part(key: str, value: Stateful) -> Part:
-    return model_part(key, value) if isinstance(value, nn.Module) else ObjectPart(key, value)
+def _registered_part(key: str, value: Stateful, *, chunked: bool = False) -> Part:
+    return model_part(key, value) if isinstance(value, nn.Module) else ObjectPart(key, value, chunked=chunked)
 
 
 def _refuse_unmanageable(objects: Mapping[str, Any]) -> None:

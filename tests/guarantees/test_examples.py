@@ -249,6 +249,28 @@ def test_the_sharded_example_goes_on_with_other_ranks_and_becomes_one_file(tmp_p
     assert safetensors.torch.load_file(merged)["0.0.weight"].shape == (64, 64)
 
 
+def test_agents_with_their_environments_and_a_replay_buffer_come_back_and_only_what_changed_is_written(
+    tmp_path: Path,
+) -> None:
+    """Killed while the buffer grows, and again when it overwrites its oldest rows."""
+    straight, job = (
+        Example(tmp_path / name, "rl.py", ("--losses", str(tmp_path / name / "losses")))
+        for name in ("straight", "killed")
+    )
+    straight.run()
+    for is_time in (lambda: len(lines(job)) > 130, job.has("step-00000250")):
+        assert job.interrupt(is_time, kill) == -signal.SIGKILL
+    assert f"resumed from {job.root}/step-" in job.run()
+    assert last_of_each_step(lines(job)) == lines(straight)
+    assert len(lines(straight)) == 320 < len(lines(job))
+    before, last = (job.root / f"step-{step:08d}" for step in (300, 320))
+    differences = {found.name for found in ckpt.diff(straight.root / last.name, last).differences}
+    assert differences <= {"rank-00000.rng.python"}  # which the example neither seeds nor uses
+    for name, is_linked in (("model.reference", True), ("replay+chunks.0", True), ("replay+chunks.1", False)):
+        inodes = {(folder / f"{name}.safetensors").stat().st_ino for folder in (before, last)}
+        assert (len(inodes) == 1) == is_linked, name
+
+
 SAME_MODELS = """
 import sys, torch
 from transformers import GPT2LMHeadModel

@@ -24,6 +24,7 @@ def _expected() -> list[tuple[str, bool]]:
         (r"torchtitan", find_spec("torchtitan") is None),
         (r"could not import 'trl'", find_spec("trl") is None),
         (r"\bray is not installed", find_spec("ray") is None),
+        (r"could not import 'gymnasium'", find_spec("gymnasium") is None),
         (r"could not import '(tensorboard|mlflow|wandb)'", True),  # in no extra: CONTRIBUTING.md
         (r"torch_xla", True),  # there is none for this torch
         (r"could not import 'bitsandbytes'", find_spec("bitsandbytes") is None),

@@ -89,6 +89,9 @@ def trainer(kind: str, folder: Path) -> Any:
         return trl.DPOTrainer(model, args=trl.DPOConfig(**usual, **synced), train_dataset=data, **common)
     data = Dataset.from_dict({"prompt": prompts})
     sampled = {"num_generations": 4, "max_completion_length": 6, "steps_per_generation": 4, "num_iterations": 2}
+    if kind == "RLOO":
+        args = trl.RLOOConfig(**usual, **synced, **sampled)
+        return trl.RLOOTrainer(model, reward, args=args, train_dataset=data, **common)
     args = trl.GRPOConfig(**usual, **synced, **sampled)
     return trl.GRPOTrainer(model, reward, args=args, train_dataset=data, **common)
 
@@ -111,7 +114,7 @@ def train_and_be_killed(rank: int, kind: str, straight: str, killed: str) -> Non
     train(rank, kind, killed, KILLED_AT)
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO", "RLOO"])
 def test_a_trainer_of_trl_that_was_killed_and_resumes_equals_one_that_was_not(tmp_path: Path, kind: str) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     for folder in (straight, killed):

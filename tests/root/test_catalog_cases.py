@@ -21,6 +21,7 @@ from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, FileRecord, Manif
 from ckpt.root import catalog
 from ckpt.root.catalog import (
     DAY,
+    FROZEN,
     INDEX,
     MARKER,
     UNINDEXED,
@@ -341,16 +342,18 @@ class TestTheManifestAndItsCopy:
 def test_names_of_files_say_the_part_and_the_rank() -> None:
     for name, part, rank in (
         (whole_file("model"), "model", None),
-        (whole_file("model", frozen=True), "model", None),
+        (whole_file("model", aside="frozen"), "model", None),
+        (whole_file("replay", aside="chunks.3"), "replay", None),
+        (whole_file("replay-00012", aside="chunks.3"), "replay-00012", 12),
         (spread_file("model", 3), "model", 3),
-        (spread_file("model", 12, frozen=True), "model", 12),
+        (spread_file("model", 12, aside=FROZEN), "model", 12),
         (whole_file(own_key("scaler", 7)), "scaler-own-00007", 7),
         ("model/00003.0123abcd.safetensors", "model", 3),
         ("model-00003.safetensors.json", "model-00003.safetensors.json", None),
         ("model-123.safetensors", "model-123", None),
     ):
         assert (part_of(name), rank_of(name)) == (part, rank), name
-    assert spread_file("model", 3, frozen=True) == "model/00003+frozen.safetensors"
+    assert spread_file("model", 3, aside=FROZEN) == "model/00003+frozen.safetensors"
     assert whole_file("model") == "model.safetensors"
 
 

@@ -61,6 +61,40 @@ def test_the_newest_intact_one_is_never_removed_and_nothing_is_written(small: Pa
     assert left == "['s1'] {()}"
 
 
+GROWING = """
+import sys
+import ckpt
+import torch
+
+class Replay:
+    chunks = [torch.ones(1 << 19)]  # 2 MB
+
+    def state_dict(self):
+        return {"chunks": list(self.chunks)}
+
+    def load_state_dict(self, state): ...
+
+replay = Replay()
+with ckpt.StateManager(sys.argv[1]) as manager:
+    manager.register(replay=replay, chunked=True)
+    for number in range(1, 5):
+        try:
+            manager.save_state(f"s{number}", wait=True)
+        except ckpt.FullError as error:
+            print(error)
+            break
+        replay.chunks.append(torch.ones(1 << 19))
+print(sorted(found.name for found in ckpt.list_checkpoints(sys.argv[1])))
+"""
+
+
+def test_a_chunk_for_which_there_is_no_room_is_noticed_before_anything_is_written(small: Path) -> None:
+    refused, left = with_tmpfs(small, 5 << 20, "-c", GROWING, str(small), cwd=small.parent).run().splitlines()
+    assert refused.startswith(f"{small}/s3 needs 2.1 MB, but only ")
+    assert "Nothing was written or removed" in refused
+    assert left == "['s1', 's2']"
+
+
 DAMAGED = """
 import os
 import sys
