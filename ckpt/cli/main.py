@@ -23,7 +23,7 @@ _OF_CLICK = (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPip
 # every command and what it says of itself: its module is imported when it runs
 COMMANDS = {
     "convert": "Convert a checkpoint between formats, and list what the new format can't hold.",
-    "demo": "Train a small model twice, once killed in the middle of a save and resumed, and compare the results.",
+    "demo": "Train a small model with and without a kill in the middle of a save, and compare the results.",
     "diff": "Compare two checkpoints, FIRST and SECOND, and list the tensors and values that differ.",
     "key": "Make keys that sign checkpoints, for ckpt.Signing(key=...) and 'ckpt verify --key'.",
     "ls": "List the checkpoints in ROOT, newest first.",

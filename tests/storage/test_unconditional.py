@@ -54,7 +54,7 @@ def test_a_server_that_answers_conditions_with_400_is_refused_with_the_reason() 
         pytest.raises(UnsupportedError, match="refuses conditional writes") as caught,
     ):
         manager(bucket)
-    assert "Use another server, or a newer version of this one." in str(caught.value)
+    assert "Use another server, or a newer version. It said: " in str(caught.value)
 
 
 def test_a_single_writer_may_use_it_and_is_warned(bucket: HostileBucket, caplog: pytest.LogCaptureFixture) -> None:
