@@ -42,8 +42,8 @@ _FILES = {
 }
 _PATTERNS = {kind: re.compile(pattern) for kind, pattern in _FILES.items()}
 _UNREADABLE = {
-    re.compile(r".*_rank\d+\.bin"): "holds pieces of one rank as torch.save wrote them",
-    re.compile(r"pytorch_model(_\d+)?/.*"): "was written by DeepSpeed (to convert it, give only its folder)",
+    re.compile(r".*_rank\d+\.bin"): "it holds pieces of one rank, in a file of torch.save",
+    re.compile(r"pytorch_model(_\d+)?/.*"): "DeepSpeed wrote it (to convert it, give only its folder)",
 }
 _SPARSE = (_LOADER, _SAMPLER)  # not every loader has a file, so numbers may be missing
 
@@ -157,8 +157,8 @@ def _check(folder: FolderReader, found: Mapping[str, Mapping[int, list[str]]]) -
         foreign = [path for path in folder.files if pattern.fullmatch(path)]
         if foreign:
             raise ConfigError(
-                f"{folder.where}/{foreign[0]} {why}, which ckpt can't read. Load the checkpoint with Accelerate, then "
-                "save it with ckpt or as SHARDED_STATE_DICT."
+                f"ckpt can't read {folder.where}/{foreign[0]}: {why}. Load the checkpoint with Accelerate, then save it "
+                "with ckpt or as SHARDED_STATE_DICT."
             )
     in_folders = any("/" in path for paths in found["model"].values() for path in paths)  # these say it themselves
     if not found[_RANDOM] and not in_folders:

@@ -6,6 +6,7 @@ import json
 import random
 import struct
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 from tests.fuzz.pickles import alter, is_pickled
@@ -159,7 +160,7 @@ def _odd(dice: random.Random, value: Any) -> Any:
     if kind == 1:
         return dice.choice(WORDS)
     if kind == 2:
-        return dice.choice(_OTHERS)
+        return deepcopy(dice.choice(_OTHERS))  # or what is put into one is in all of them, also in itself
     if kind == 3:
         return _nested(dice, dice.choice((2, 20, 200)), value)
     if isinstance(value, int) and not isinstance(value, bool):

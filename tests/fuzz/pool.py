@@ -91,8 +91,9 @@ class Pool:
                     said(self.outcome.counts.total())
             finally:
                 for child in children.values():
-                    os.kill(child.process, signal.SIGKILL)
-                    os.waitpid(child.process, 0)
+                    with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it may have ended by itself
+                        os.kill(child.process, signal.SIGKILL)
+                        os.waitpid(child.process, 0)
         return self.outcome
 
     def _start(self, slot: int, start: int, stop: int) -> _Child:
