@@ -157,8 +157,8 @@ def _check(folder: FolderReader, found: Mapping[str, Mapping[int, list[str]]]) -
         foreign = [path for path in folder.files if pattern.fullmatch(path)]
         if foreign:
             raise ConfigError(
-                f"ckpt can't read {folder.where}/{foreign[0]}: {why}. Load the checkpoint with Accelerate, then save it "
-                "with ckpt or as SHARDED_STATE_DICT."
+                f"ckpt can't read {folder.where}/{foreign[0]}: {why}. Load the checkpoint with Accelerate, then save "
+                "it with ckpt or as SHARDED_STATE_DICT."
             )
     in_folders = any("/" in path for paths in found["model"].values() for path in paths)  # these say it themselves
     if not found[_RANDOM] and not in_folders:
