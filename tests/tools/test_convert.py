@@ -538,7 +538,7 @@ class TestBadInput:
         ("name", "what"),
         [
             ("pytorch_model_fsdp_rank0.bin", "holds pieces of one rank"),
-            ("pytorch_model/mp_rank_00_model_states.pt", "was written by DeepSpeed"),
+            ("pytorch_model/mp_rank_00_model_states.pt", "DeepSpeed wrote it"),
             ("pytorch_model.bin", "has files of two saves: model.safetensors and pytorch_model.bin"),
         ],
     )
