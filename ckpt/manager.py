@@ -214,9 +214,9 @@ class StateManager:
     ) -> None:  # Any: for **named_objects
         """Add more objects to the manager, each under its own name. Every rank must make this call.
 
-        ckpt saves each rank's own generators (torch, NumPy, Python), and each rank's own state of an object if the
-        ranks differ. If you resume with the same number of ranks, each rank gets its own state back. If the number
-        differs, all ranks get the main rank's state.
+        ckpt saves each rank's own generators (torch, NumPy, Python). If an object's state differs between ranks, ckpt
+        saves each rank's own state of the object. If you resume with the same number of ranks, each rank gets its own
+        state back. If the number of ranks differs, all ranks get the main rank's state.
 
         Args:
             per_rank: Keep each rank's own state on any number of ranks. The objects of new ranks keep their state; ckpt
@@ -325,8 +325,8 @@ class StateManager:
         """Save everything. Every rank must make this call.
 
         `save_state` returns when ckpt has copied the state; ckpt writes the copy while training continues. If the write
-        fails, the next call raises the error. ckpt keeps an existing checkpoint of that name until the new one replaces
-        it.
+        fails, the next call raises the error. If a checkpoint of the same name exists, ckpt keeps it until the new
+        one replaces it.
 
         `save_state` saves immediately, even in the middle of an iteration: a resume continues with the next batch, and
         does not repeat the code that follows this call in the iteration. Make `save_state` the last call in the
