@@ -44,7 +44,7 @@ class ConfigError(CkptError, ValueError):
 
 
 class SchemeError(ConfigError):
-    """ckpt has no storage for the scheme of a URL, such as `ftp://`."""
+    """A URL has a scheme that ckpt does not support, such as `ftp://`."""
 
 
 class StateError(CkptError):
@@ -72,7 +72,7 @@ class MetricError(StateError):
 
 
 class CheckpointError(CkptError):
-    """Something is wrong with a checkpoint."""
+    """A checkpoint is missing, damaged, not trusted, or too new for this version of ckpt."""
 
 
 class MissingError(CheckpointError, LookupError):
@@ -101,7 +101,7 @@ class AbsentError(StorageError):
 
 
 class TruncatedError(StorageError):
-    """A stored file ends before the last of the bytes that ckpt asked for."""
+    """A stored file is too short: it ends before the last byte that ckpt asked for."""
 
 
 class DeniedError(StorageError):
@@ -121,7 +121,7 @@ class NotDurableError(StorageError):
 
 
 class ConflictError(StorageError):
-    """Another process wrote the same object in the meantime, and ckpt did not overwrite it."""
+    """Another process has written the same object, and ckpt did not overwrite it."""
 
 
 class TransientError(StorageError):

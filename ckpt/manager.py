@@ -167,13 +167,14 @@ class StateManager:
 
     @property
     def progress(self) -> Progress:
-        """Epoch, batch, step and samples so far."""
+        """The current epoch, batch and step, and the number of samples so far."""
         self._session.loop.note_asked()
         return self._session.loop.progress
 
     @property
     def run(self) -> str:
-        """The id of the run, for trackers. A resume keeps the id. Read the id on the main rank, after `resume`."""
+        """The id of the run, for trackers. The id stays the same after a resume. Read the id on the main rank, after
+        `resume`."""
         return self._session.saver.root.lineage.run
 
     def goodput(self) -> Goodput | None:
@@ -211,11 +212,11 @@ class StateManager:
     def register(
         self, *unnamed: Any, per_rank: bool | Any = False, chunked: bool | Any = False, **objects: Any
     ) -> None:  # Any: for **named_objects
-        """Manage more objects, each under its name. Every rank must make this call.
+        """Add more objects to the manager, each under its own name. Every rank must make this call.
 
-        ckpt saves each rank's own generators (torch, NumPy, Python), and each rank's own state of an object if the
-        ranks differ. If you resume with the same number of ranks, each rank gets its own state back. If the number
-        differs, all ranks get the main rank's state.
+        ckpt saves each rank's own generators (torch, NumPy, Python). If an object's state differs between ranks, ckpt
+        saves each rank's own state of the object. If you resume with the same number of ranks, each rank gets its own
+        state back. If the number of ranks differs, all ranks get the main rank's state.
 
         Args:
             per_rank: Keep each rank's own state on any number of ranks. The objects of new ranks keep their state; ckpt
@@ -241,9 +242,10 @@ class StateManager:
     def epochs(self, total: int) -> Iterator[int]:
         """Iterate over the epochs up to `total`: from where the last run stopped, or from the first epoch.
 
-        If `save_every` has steps or a time, ckpt saves the final state after the last epoch, as `step-00001000`. If the
-        last step already has a checkpoint, ckpt updates that checkpoint with whatever the end of the epoch has changed.
-        With `Every(epoch_end=True)`, ckpt also saves at the end of every epoch, before the next one begins.
+        If `save_every` has steps or a time, ckpt saves the final state after the last epoch, under a name such as
+        `step-00001000`. If the last step already has a checkpoint, ckpt updates that checkpoint with whatever the end
+        of the epoch has changed. With `Every(epoch_end=True)`, ckpt also saves at the end of every epoch, before the
+        next one begins.
         """
         self._start()
         session, when = self._session, self._session.options.save_every
@@ -281,14 +283,14 @@ class StateManager:
         return self._session.loop.batches(loader, self._start)
 
     def enumerate(self, loader: Iterable[T], start: int = 0) -> Batches[tuple[int, T]]:
-        """Iterate like `batches`, and yield each batch with its number in the epoch. After a resume, the numbers
-        continue."""
+        """Iterate like `batches`, and yield each batch with its number in the epoch. After a resume, the numbering
+        continues where it stopped."""
         return self._session.loop.batches(loader, self._start, start)
 
     def step(self, metrics: Mapping[str, Any] | None = None) -> None:
         """Count a training step. Saves if a save is due, and ends training if a signal asked the process to stop.
 
-        ckpt saves or ends training at the end of the iteration: when the loop asks for its next batch, or when the
+        Saving and stopping happen at the end of the iteration: when the loop asks for its next batch, or when the
         epoch, the loop or the manager ends. It doesn't matter what else you do in the iteration, before or after this
         call. If ckpt follows none of your loop's loaders, `step` saves immediately: make it the last call in the
         iteration.
@@ -323,8 +325,8 @@ class StateManager:
         """Save everything. Every rank must make this call.
 
         `save_state` returns when ckpt has copied the state; ckpt writes the copy while training continues. If the write
-        fails, the next call raises the error. ckpt keeps an existing checkpoint of that name until the new one replaces
-        it.
+        fails, the next call raises the error. If a checkpoint of the same name exists, ckpt keeps it until the new
+        one replaces it.
 
         `save_state` saves immediately, even in the middle of an iteration: a resume continues with the next batch, and
         does not repeat the code that follows this call in the iteration. Make `save_state` the last call in the
@@ -432,7 +434,8 @@ class StateManager:
 
         `close` removes the snapshots in memory. If an exception ends the run, `close` leaves the snapshots for a
         restart, even if you call it in `finally` or `except`. If you write `with ckpt.StateManager(...)`, you don't
-        need to call `close`. In a forked child, `close` does nothing, because everything belongs to the parent.
+        need to call `close`. In a forked child, `close` does nothing, because the manager belongs to the parent
+        process.
         """
         error = sys.exc_info()[1]
         self._session.end_loop(error)

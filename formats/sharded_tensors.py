@@ -124,7 +124,7 @@ def _placement_text(placement: Any) -> str:
         return f"S{placement.dim}/{placement.split_factor}"
     if placement.is_shard():
         return f"S{placement.dim}"
-    raise ValueError(f"ckpt can't save a tensor with placement {placement}: reduce it over the ranks first")
+    raise ValueError(f"ckpt can't save a tensor with placement {placement}: reduce it across the ranks first")
 
 
 def local_tensor(tensor: Any) -> torch.Tensor:

@@ -74,7 +74,8 @@ _RIGHT_ALIGNED = ("step", "age", "size", "world")
 @click.option("--verify", is_flag=True, help="Read every file completely, and verify its hashes.")
 @click.option("--json", "as_json", is_flag=True, help="Print a list of JSON objects for other programs to read.")
 def ls(root: str, every: bool, verify: bool, as_json: bool) -> None:
-    """List the checkpoints in ROOT, newest first. In a folder with several roots, list the roots.
+    """List the checkpoints in ROOT, newest first. If ROOT is a folder that contains several roots, list these roots
+    instead.
 
     \b
     ckpt ls runs/mrpc

@@ -42,7 +42,7 @@ def ls(as_json: bool) -> None:
 def clear(root: str | None, everything: bool) -> None:
     """Remove the snapshots of ROOT (a URL or path) from this machine's memory, and end its keeper process.
 
-    If a run still uses the snapshots, the command names its processes and removes nothing.
+    If a run still uses the snapshots, the command names the run's processes and removes nothing.
     """
     if (root is None) != everything:
         raise click.UsageError("name the ROOT whose snapshots ckpt should remove, or give --all.")

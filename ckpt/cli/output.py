@@ -66,7 +66,9 @@ def with_trust(command: Callable[..., None]) -> Callable[..., None]:
     @click.option(
         "--key", metavar="PATH", help="Refuse checkpoints that this key (PEM, public or private) has not signed."
     )
-    @click.option("--run", metavar="RUN[:NUMBER]", help="Refuse checkpoints from other runs, or numbered below NUMBER.")
+    @click.option(
+        "--run", metavar="RUN[:NUMBER]", help="Refuse checkpoints from other runs, or with a number below NUMBER."
+    )
     @wraps(command)
     def trusting(*given: Any, key: str | None, run: str | None, **options: Any) -> None:
         command(*given, verify_key=key, require_signed=run or key is not None, **options)

@@ -81,7 +81,7 @@ _POSITIVE = click.FloatRange(min=0, min_open=True, max=1e9)
 @click.argument("root", required=False, shell_complete=checkpoint_or_path)
 @click.option("--state", callback=_size, metavar="SIZE", help="The size of a checkpoint, such as 15GB.")
 @click.option("--disk", callback=_size, metavar="RATE", help="The write speed of all nodes together, such as 1.5GB/s.")
-@click.option("--save", type=_POSITIVE, metavar="SECONDS", help="The training time that a save costs. [default: 0.05]")
+@click.option("--save", type=_POSITIVE, metavar="SECONDS", help="The training time lost to each save. [default: 0.05]")
 @click.option(
     "--step",
     type=_POSITIVE,
@@ -100,7 +100,7 @@ _POSITIVE = click.FloatRange(min=0, min_open=True, max=1e9)
 )  # fmt: skip
 @click.option(
     "--lost-machines", type=click.FloatRange(0, 1), default=0.5, show_default=True,
-    help="The share of failures that lose a machine and its memory.",
+    help="The share of failures in which a machine and its memory are lost.",
 )  # fmt: skip
 def plan(
     root: str | None, state: int | None, disk: int | None, save: float | None, step: float | None,
@@ -108,8 +108,8 @@ def plan(
 ) -> None:  # fmt: skip
     """Show what saving costs at different intervals, and which interval loses the least time.
 
-    If you give ROOT, plan uses what its run has measured: what saves cost, how long they take, and how often the run
-    failed. Options override these measurements. Without ROOT, give --state and --disk.
+    If you give ROOT, plan uses the measurements of the run in ROOT: what its saves cost, how long they take, and how
+    often the run failed. Options override these measurements. Without ROOT, give --state and --disk.
 
     \b
     ckpt plan runs/mrpc --nodes 4

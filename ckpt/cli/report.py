@@ -27,7 +27,7 @@ def _modes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The file to write. By default, ckpt prints the most important facts.",
+    help="The file to write. Without this option, ckpt prints the most important facts.",
 )
 @click.option(
     "--format",
@@ -46,7 +46,7 @@ def report(roots: tuple[str, ...], output: Path | None, kind: str | None, as_jso
 
     The report says whether the run is healthy, where its time went, how each attempt ended and what it cost, and which
     checkpoints were skipped. The report also shows the metrics of every step. Give several roots to compare their runs.
-    The report reads only manifests, the history of the root, and the sizes of files.
+    To make the report, ckpt reads only manifests, the root's history, and the sizes of files.
 
     The HTML page is a single file without scripts, and loads no other files.
 

@@ -61,9 +61,9 @@ def show(source: str, tensors: bool, as_json: bool, verify_key: str | None, requ
     """Show what is in SOURCE: parts, tensors, progress and files.
 
     SOURCE is the path or URL of a checkpoint, or of anything else that 'ckpt merge' reads. If SOURCE is a root, the
-    command shows its newest intact checkpoint. The command reads the manifest and the headers of files, but no tensors,
-    and executes no pickles. Tensors whose names differ only in a number share a line if they have the same dtype and
-    shape. The command exits with status 1 if files are missing or too short.
+    command shows its newest intact checkpoint. The command reads only the manifest and the files' headers, not the
+    tensors, and never executes pickles. Tensors whose names differ only in a number share a line if they have the same
+    dtype and shape. The command exits with status 1 if files are missing or too short.
 
     \b
     ckpt show runs/mrpc

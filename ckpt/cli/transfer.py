@@ -32,9 +32,9 @@ def convert(source: str, destination: str, **options: Any) -> None:
     """Convert a checkpoint between formats, and list what the new format can't hold.
 
     SOURCE is a checkpoint from ckpt, Accelerate, DeepSpeed, Lightning, Megatron-Core, the Trainer or
-    torch.distributed.checkpoint, or a torch.save or safetensors file. ckpt recognises the format. If SOURCE is a ckpt
-    root, convert takes its newest checkpoint. DESTINATION is a root for --to ckpt, a new file for --to torch and --to
-    lightning, and otherwise a new folder."""
+    torch.distributed.checkpoint, or a torch.save or safetensors file. ckpt detects the format of SOURCE. If SOURCE is a
+    ckpt root, convert takes its newest checkpoint. DESTINATION is a root for --to ckpt, a new file for --to torch and
+    --to lightning, and otherwise a new folder."""
     from ckpt.tools.convert import convert
 
     echo(str(convert(source, destination, **options)))
@@ -77,9 +77,9 @@ def pull(source: str, destination: str, **options: Any) -> None:
 
     SOURCE is a repository on the Hub (user/repo, or hub://user/repo@revision/path for a part of it), another URL
     (s3://bucket/run), a folder or a file. If SOURCE is a root, pull copies all its checkpoints. DESTINATION is a folder
-    or a URL. A checkpoint becomes a folder below DESTINATION, and a run can resume from it. Pull leaves other files in
-    DESTINATION unchanged. Without a network, pull reads Hub files from Hugging Face's cache. Pull takes the Hub token
-    from HF_TOKEN or 'hf auth login'.
+    or a URL. Pull copies each checkpoint into its own folder below DESTINATION, and a run can resume from the copy.
+    Pull leaves other files in DESTINATION unchanged. Without a network, pull reads Hub files from Hugging Face's cache.
+    Pull takes the Hub token from HF_TOKEN or 'hf auth login'.
 
     \b
     ckpt pull s3://bucket/mrpc runs/mrpc
@@ -110,7 +110,7 @@ def pull(source: str, destination: str, **options: Any) -> None:
 @click.option(
     "--beside",
     type=click.Path(exists=True, file_okay=False),
-    help="A folder with more files to push, such as a tokenizer or a config. Push ignores any weights in it.",
+    help="A folder with more files to push, such as a tokenizer or a config. Push ignores any weights in this folder.",
 )
 @click.option("--license", help="The license to name in the model card: apache-2.0, mit, ...")
 @click.option(

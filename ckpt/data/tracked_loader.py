@@ -338,7 +338,8 @@ class RestoreStrategy(ABC):
             position.ahead, position.rng_ahead, position.state = self._lookahead.first
 
     def close(self) -> None:
-        """End the pass, and drop every reference to the iterator: its workers stop only when the iterator is gone."""
+        """End the pass over the data, and drop every reference to the iterator: its workers stop only when the iterator
+        is gone."""
         if self._lookahead is not None:
             self._lookahead.forget()
 

@@ -274,8 +274,9 @@ def load_model(
     these bytes are already in the model.
 
     Args:
-        source: A checkpoint, a root (ckpt loads its newest intact checkpoint, and warns about newer ones), a folder or
-            file of safetensors, or anything else that `merge` reads, at a path or URL: `hub://user/repo`.
+        source: A checkpoint, a root (ckpt loads its newest intact checkpoint, and warns about newer ones), a
+            safetensors file, a folder of such files, or anything else that `merge` reads, at a path or URL:
+            `hub://user/repo`.
         model: The model to load into.
         part: The part of the checkpoint to load, if not the model.
         format: The format to load, if a folder has saves in several formats: `"deepspeed"`, `"hf"`.
@@ -287,7 +288,7 @@ def load_model(
         require_signed: Like `required` of `Signing`; ckpt then also refuses files without a manifest.
 
     Returns:
-        What ckpt skipped, and what differs from the saved state, with the reasons.
+        A report of what ckpt skipped and what differs from the saved state, with the reasons.
 
     Raises:
         MissingError: The source does not exist, or has no such part.

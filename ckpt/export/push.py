@@ -233,7 +233,8 @@ def push_to_hub(
     verify_key: KeySource | None = None,
     require_signed: bool | str = False,
 ) -> str:
-    """Publish a model on the Hub in one commit: from a checkpoint, sharded or not, or from a folder of safetensors.
+    """Publish a model on the Hub in one commit: from a checkpoint, sharded or not, or from a folder of safetensors
+    files.
 
     The commit contains the weights, `config.json`, the tokenizer, the files in `beside`, and the model card. ckpt
     uploads only files that the Hub doesn't have, so if a push is interrupted, the next push continues it. If nothing
@@ -379,7 +380,8 @@ class Pusher:
         return self._background.busy
 
     def wait(self) -> None:
-        """Block until no push is under way. If a background push failed, raises its error, but only once."""
+        """Block until no push is under way. If a background push failed, raises its error; later calls don't
+        raise it again."""
         self._background.wait()
 
     def _write_files(

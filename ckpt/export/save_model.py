@@ -178,8 +178,9 @@ def _refuse_stages(call: str, ranks: Ranks, exported: ModelExport) -> None:
     )
     if others:
         raise UnsupportedError(
-            f"{call} writes the tensors that rank 0 has, but {len(others)} of {ranks.world_size} ranks have others, as "
-            "in a pipeline. Save a checkpoint, which has the tensors of all ranks, and run `ckpt merge` on it."
+            f"{call} writes the tensors that rank 0 has, but {len(others)} of {ranks.world_size} ranks have different "
+            "tensors, as in a pipeline. Save a checkpoint, which has the tensors of all ranks, and run `ckpt merge` on "
+            "it."
         )
 
 

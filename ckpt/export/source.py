@@ -323,7 +323,7 @@ def _weights(place: Place, part: str) -> TensorSource:
     tensors = tensors_at(folder, index)  # first: an index that is none of a model says nothing about two of them
     if whole in files and whole not in read_weight_map(folder.document(index), f"{folder.where}/{index}").values():
         raise ConfigError(
-            f"{folder.where} has a sharded model, and another model in {whole}. Name the file to read: "
+            f"{folder.where} has both a sharded model and another model, in {whole}. Name the file to read: "
             f"{folder.where}/{index} or {folder.where}/{whole}."
         )
     return TensorSource(tensors, beside=beside(folder))

@@ -41,8 +41,8 @@ def root() -> str:
     kind = storage.storage_filesystem.type_name
     if kind not in _SCHEMES:
         raise ConfigError(
-            f"ckpt can't tell the URL of Ray's storage path, because its filesystem is of type {kind!r}, and only "
-            f"{', '.join(_SCHEMES)} say where they are. Pass a URL of your own to StateManager(...), one for each run."
+            f"ckpt can't tell the URL of Ray's storage path from a filesystem of type {kind!r}, only from "
+            f"these types: {', '.join(_SCHEMES)}. Pass a URL of your own to StateManager(...), one for each run."
         )
     return f"{_SCHEMES[kind]}{storage.experiment_fs_path}/ckpt"
 

@@ -26,8 +26,8 @@ try:
     from tyro.conf import Suppress
 except ImportError as error:
     raise ImportError(
-        f"ckpt.integrations.torchtitan needs torchtitan 0.3, but Python can't import it: {error}. Install it, and what "
-        "it needs: pip install 'torchtitan==0.3.*'."
+        f"ckpt.integrations.torchtitan needs torchtitan 0.3, but Python can't import it: {error}. Install it "
+        "and its dependencies: pip install 'torchtitan==0.3.*'."
     ) from error
 
 _Own = Annotated[Any, Suppress]  # an object, which torchtitan's command line can't express
@@ -58,9 +58,9 @@ class CkptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         config.checkpoint = CkptCheckpointer.Config(enable=True, interval=500, keep_latest_k=3)     # in your registry
 
     `Config` takes the settings of torchtitan's own checkpointer, with the same meaning and the same flags
-    (`--checkpoint.interval 500`), and, as further fields, the options of `StateManager`. `CkptCheckpointer` loads and
-    saves where torchtitan's Trainer tells its checkpointer to: you don't change the Trainer. After SIGTERM, all ranks
-    save the same step, and end.
+    (`--checkpoint.interval 500`). It also has fields for the options of `StateManager`. `CkptCheckpointer` loads and
+    saves whenever torchtitan's Trainer calls its checkpointer, so you don't have to change the Trainer. After SIGTERM,
+    all ranks save at the same step, then exit.
 
     `trainer.checkpointer.manager` is the `StateManager`.
 
@@ -150,9 +150,9 @@ class CkptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         root = self.manager.session.storage
         if theirs := {entry.key.partition("/")[0] for entry in root.list() if entry.key.endswith("/.metadata")}:
             raise ConfigError(
-                f"{root.url} has torchtitan's own checkpoints ({few(sorted(theirs), 3)}), of which ckpt can load only "
-                "the model. To train on with the model, choose another folder, and set initial_load_path to one of "
-                "them. To finish that run, use torchtitan's own checkpointer."
+                f"{root.url} has torchtitan's own checkpoints ({few(sorted(theirs), 3)}). ckpt can load only the "
+                "model from them. To continue training with that model, choose another folder, and set "
+                "initial_load_path to one of these checkpoints. To finish that run, use torchtitan's own checkpointer."
             )
         path = self._config.initial_load_path
         if path and self._config.initial_load_model_only:

@@ -280,8 +280,8 @@ class OverriddenSave:
             largest = max(sizes, key=lambda path: sizes[path])
             raise ConfigError(
                 f"{name} wrote {format_size(sum(sizes.values()))} into {folder} (mostly in {largest}), but "
-                f"CkptCallback keeps at most {format_size(_MOST_BYTES)} of such files. Register large tensors as "
-                "parameters or buffers of the model, which ckpt saves."
+                f"CkptCallback saves such files only up to {format_size(_MOST_BYTES)} in total. Register large "
+                "tensors as parameters or buffers of the model, which ckpt saves."
             )
         self.files = {path: (folder / path).read_bytes() for path in written[0]}
 

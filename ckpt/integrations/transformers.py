@@ -92,7 +92,7 @@ def refuse_foreign_options(options: Mapping[str, Any]) -> None:
     if decided := sorted(options.keys() & _DECIDED_ELSEWHERE):
         raise ConfigError(
             f"CkptCallback has no option {', '.join(decided)}. Its options are {', '.join(sorted(taken))}. Set "
-            f"everything else in the Trainer and its TrainingArguments."
+            f"all other options in the Trainer and its TrainingArguments."
         )
     refuse_unknown("CkptCallback", options, taken, inside())
 

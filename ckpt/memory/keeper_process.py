@@ -61,8 +61,8 @@ def start_keeper(place: MemoryPlace) -> KeeperProcess | None:
         return require_keeper(place)
     except KeeperError as error:
         _log.warning(
-            "ckpt could not start a keeper process for the snapshots in memory: %s A restart still uses the "
-            "snapshots, and the next run on this host removes them.", error,
+            "ckpt could not start a keeper process for the snapshots in memory: %s A restart can still use the "
+            "snapshots. If you don't restart, they stay in memory until the next run on this host removes them.", error,
         )  # fmt: skip
         return None
 

@@ -106,7 +106,7 @@ class OpenDescriptors:
         self._descriptors.discard(descriptor)
 
     def close(self, descriptor: int) -> None:
-        """Close a descriptor. Does nothing in a forked child, which has already closed its copy."""
+        """Close a descriptor. Does nothing in a forked child, which has already closed its copy of the descriptor."""
         if descriptor in self._descriptors:
             self._descriptors.discard(descriptor)
             os.close(descriptor)

@@ -148,7 +148,7 @@ class SlotSaver(Saver):
         root.abandon(name, error)
 
     def close(self) -> None:
-        """Release the folder, but not the snapshot memory: the root's saver owns and uses it."""
+        """Release the folder, but not the snapshot memory, which the root's saver owns and uses."""
         if not self.busy and self.owner.is_here:
             self._release_written()
             self.snapshots.memory.release_files()

@@ -92,8 +92,8 @@ class TimedStore:
         except TimeoutError:
             raise RanksError(
                 f"the process group's store{_address(self._store)} did not answer within {self._timeout:g} s. "
-                f"{_host()} runs the store: it is stopped, or its host is overloaded or lost. Earlier checkpoints "
-                "are kept. Stop all ranks and start the job again: it continues from the newest checkpoint."
+                f"{_host()} runs the store: that process has stopped, or its host is overloaded or lost. Earlier "
+                "checkpoints are kept. Stop all ranks and start the job again: it continues from the newest checkpoint."
             ) from None
         except RuntimeError as error:
             raise LostStoreError(

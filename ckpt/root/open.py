@@ -151,6 +151,6 @@ def _refuse_unconditional(storage: Storage, ignored: list[str]) -> None:
     if not getattr(storage, "allow_unconditional", False):
         raise UnsupportedError(
             f"{text}: each run would remove what the other is writing. Use another server, or a newer version of this "
-            f"one. If only one run ever writes there, give storage_options={{'allow_unconditional': True}}."
+            f"server. If only one run ever writes there, give storage_options={{'allow_unconditional': True}}."
         )
     _log.warning("%s. Make sure that only one run writes there (allow_unconditional=True).", text)

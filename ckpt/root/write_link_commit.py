@@ -287,7 +287,7 @@ class Attempt:
         except StorageError as error:
             if not self._took_effect(storage, manifest):
                 raise
-            _log.warning("the storage reported an error, but has written %s/%s: %s", storage.url, key, error)
+            _log.warning("the storage reported an error, but %s/%s was written: %s", storage.url, key, error)
             return None
 
     def _took_effect(self, storage: Storage, manifest: Manifest) -> bool:

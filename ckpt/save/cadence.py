@@ -151,10 +151,10 @@ class Failures:
         return cls(nodes, rate, f"{VARIABLE}={text}")
 
     def every(self, past: Past, running: float = 0.0) -> tuple[float, str]:
-        """Return the mean time between failures of all nodes, and the source of this number.
+        """Return the mean time between failures across all nodes, and the source of this number.
 
-        The number comes from the run itself once it has failed three times, or has lasted three times as long as the
-        expected time between failures.
+        The number comes from the run itself once the run has failed three times, or has lasted three times as long as
+        the expected time between failures.
         """
         expected, lived = DAY / (self.rate * self.nodes), past.seconds + running
         if past.failures >= _TELLING or lived >= _TELLING * expected:

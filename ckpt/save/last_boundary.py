@@ -197,7 +197,7 @@ def _tensors_of(live: LiveState, *, several: bool) -> Iterator[torch.Tensor]:
     if live.gathered:
         raise _UnknownError("with layout='full', every save gathers sharded tensors")
     if live.encoded is not None and several:
-        raise _UnknownError("ckpt would have to encode the state of some part at every step")
+        raise _UnknownError("ckpt would have to encode the state of at least one part at every step")
     for part in (*live.parts, *live.sharded, *live.own):
         yield from _tensors_in(part.tree, part.key)
 

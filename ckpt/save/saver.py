@@ -169,7 +169,7 @@ class SaveQueue:
             self._put(save)
 
     def wait(self) -> None:
-        """Wait until no save is under way. If a save failed, raises its error, but only once."""
+        """Wait until no save is under way. If a save failed, raises its error; later calls don't raise it again."""
         with self._awaited():
             self._worker.wait()
         self._raise_earlier()
@@ -370,8 +370,8 @@ class Saver:
             written.release()
 
     def wait(self) -> None:
-        """Wait until no save is under way and all saves are durable. If a save failed, raises its error, but only
-        once."""
+        """Wait until no save is under way and all saves are durable. If a save failed, raises its error; later
+        calls don't raise it again."""
         self.owner.require("wait()")
         try:
             self._queue.wait()
@@ -402,7 +402,7 @@ class Saver:
         """Finish the copies to the mirror, then release snapshot memory and the root.
 
         If you interrupted the wait for a save, that save is still under way, so nothing is released. A forked child
-        releases nothing, because everything belongs to the parent.
+        releases nothing, because the saver belongs to the parent process.
         """
         if self.busy or not self.owner.is_here:
             return

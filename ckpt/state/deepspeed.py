@@ -76,7 +76,7 @@ def refuse_some_ranks(keys: Collection[str], members: tuple[int, ...]) -> None:
     """Refuse engines for a manager of some ranks: their partitions are those of all ranks of the job."""
     if keys:
         raise UnsupportedError(
-            f"{', '.join(sorted(keys))}: DeepSpeed divides its state over all ranks of the job, but this manager has "
+            f"{', '.join(sorted(keys))}: DeepSpeed divides its state across all ranks of the job, but this manager has "
             f"only {len(members)} of them. Leave out process_group= and alone=, and build the manager on every rank."
         )
 

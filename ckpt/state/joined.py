@@ -37,7 +37,7 @@ class JoinedState:
 
 
 class Joined:
-    """Save several objects as one, so that ranks that hold a different number of objects can load the checkpoint.
+    """Save several objects as one, so that ranks with different numbers of objects can load the checkpoint.
 
         StateManager(root, model=Joined(parts), optimizer=Joined(optimizers), scheduler=Joined(schedulers))
 

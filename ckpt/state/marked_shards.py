@@ -52,11 +52,11 @@ class ShardMark:
 
 
 def mark_sharded(module: nn.Module, dim: int = 0, *, mesh: Any = None, names: Iterable[str] | None = None) -> None:
-    """Declare that a module's plain parameters are shards of larger tensors, divided evenly over the ranks.
+    """Declare that a module's plain parameters are shards of larger tensors, divided evenly across the ranks.
 
         mark_sharded(model.experts, mesh=mesh["ep"])  # weights of shape [experts of this rank, ...]
 
-    Mark parameters that your own code divides over ranks, such as experts that differ on every rank. ckpt then saves
+    Mark parameters that your own code divides across ranks, such as experts that differ on every rank. ckpt then saves
     these parameters, and their optimizer state, as shards of one tensor, so that any number of ranks can load it.
     Without the mark, every rank saves its own tensors, and only the same number of ranks can load them. If there is no
     process group, the mark has no effect: the parameters are complete. If a checkpoint was saved without the mark, load

@@ -415,7 +415,7 @@ class StateRegistry:
         chunked: bool = False,
     ) -> None:
         """Add all of these objects, or none if one is unsuitable. With `per_rank`, each rank saves its own state; with
-        `chunked`, each item of a list in it has a file of its own."""
+        `chunked`, ckpt writes each item of a list in the state to a separate file."""
         if unnamed:
             raise ConfigError("register() needs a name for each object: register(ema=ema).")
         for option, given in (("per_rank", per_rank), ("chunked", chunked)):

@@ -376,8 +376,8 @@ def convert(
 ) -> Converted:
     """Convert a checkpoint between formats.
 
-    `convert` executes no pickle, and streams tensors. The output appears only when it is complete, and never overwrites
-    anything. For what each format can hold, see the table in docs/converting.md.
+    `convert` never executes pickles, and it streams tensors. The output appears only when it is complete, and never
+    overwrites anything. The table in docs/converting.md shows what each format can hold.
 
     Args:
         source: The path or URL of a checkpoint from ckpt (full or sharded), torch.distributed.checkpoint, Accelerate,

@@ -124,7 +124,8 @@ _REFERENCES = {"$tensor", "$strided", "$unsharded"}
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Describes a tensor or a value that differs: what each checkpoint has, or `-` if a checkpoint lacks it.
+    """Describes a tensor or a value that differs: what each checkpoint has, or `-` if a checkpoint lacks this tensor
+    or value.
 
     If both tensors have the same shape, `elements` is the number of elements that differ, `most` the largest
     difference, and `relative` the RMS of the difference divided by the RMS of the first tensor. If an element is NaN,
@@ -143,7 +144,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Diff:
-    """Lists the differences between two checkpoints. A `Diff` is true if the checkpoints differ."""
+    """Lists the differences between two checkpoints. A `Diff` is truthy if the checkpoints differ."""
 
     first: str
     second: str
@@ -213,7 +214,7 @@ def diff(
         require_signed: As `required` of `Signing`.
 
     Returns:
-        The differences; the result is false if there are none.
+        The differences; the result is falsy if there are none.
 
     Raises:
         MissingError: One of them does not exist, or has no such part.
@@ -330,7 +331,8 @@ class _Side:
         return {file.name: file for file in files if not file.name.endswith(SUFFIX)}
 
     def values(self, file: FileRecord | None, part: str | None) -> dict[str, Any]:
-        """Return the values in a document as a dict, with their paths as keys; empty if there is no such document."""
+        """Return a dict that maps paths to the values in a document; if there is no such document, the dict is
+        empty."""
         if file is None or self.manifest is None or self.checkpoint is None:
             return {}
         stored = VerifiedFile.of(self.checkpoint.root, self.manifest.name, file, sha256=self.manifest.is_authentic)

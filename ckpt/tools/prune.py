@@ -79,8 +79,8 @@ def prune(
     """Remove checkpoints by the rules of `keep`, and the leftovers of crashed saves.
 
     `prune` always keeps the newest intact checkpoint, and any checkpoint that a process is reading. `prune` never
-    touches the files that a save under way is writing or replacing. While a training run is using the root,
-    `prune` does not touch the leftovers; the next training run removes them.
+    touches files that a running save is writing or replacing. While a training run is using the root, `prune` does not
+    touch the leftovers; the next training run removes them.
 
     Args:
         root: A path, a URL or a storage.

@@ -244,9 +244,9 @@ def pull(
 ) -> str:
     """Copy a checkpoint, a root, a folder or a Hub repository to another place.
 
-    A checkpoint becomes a folder below `destination`, and a run can resume from it. The folder appears only when the
-    copy is complete and matches its hashes. If a copy is interrupted, the next `pull` continues it. ckpt copies other
-    files unchanged. `pull` needs little memory.
+    `pull` copies each checkpoint into its own folder below `destination`, and a run can resume from the copy. The
+    folder appears only when the copy is complete and matches its hashes. If a copy is interrupted, the next `pull`
+    continues it. ckpt copies files that don't belong to a checkpoint unchanged. `pull` needs little memory.
 
     ckpt reads the Hub through Hugging Face's cache. ckpt does not fetch cached files again, and uses the cache alone if
     it can't reach the Hub.

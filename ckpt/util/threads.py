@@ -196,7 +196,8 @@ class Worker:
         return self._done.wait(max(0.0, seconds))
 
     def wait(self) -> Any:
-        """Wait for the call, and return its result. If the call failed, raise its error, but only once."""
+        """Wait for the call, and return its result. If the call failed, raise its error; later calls don't
+        raise it again."""
         self._wait()
         if not self._kept:
             self.close()

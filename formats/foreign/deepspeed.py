@@ -211,7 +211,7 @@ class ModelStates:
     def described(cls, found: Any) -> ModelStates:
         if any(found.get(key) for key in _EXPERTS):
             raise UnsupportedError(
-                "ckpt can't read this checkpoint, because DeepSpeed has divided its experts over ranks."
+                "ckpt can't read this checkpoint, because DeepSpeed has divided its experts across ranks."
             )
         module = {name: value for name, value in found["module"].items() if isinstance(value, PiecedTensor)}
         groups = tuple(_shapes(group) for group in found.get("param_shapes") or ())
