@@ -284,22 +284,22 @@ best interval. The figures come from a simulation that uses the measured costs o
 
 - command: `python -m benchmarks goodput --seed {seed} --report docs/goodput.md`
 - seed: {seed}; the same seed gives the same page
-- {days} days on 64, 1,024 and 16,384 GPUs, {per_node} GPUs to a node; jobs that fail rarely are simulated several
-  times, until there are about {failures:,} failures
+- {days} days on 64, 1,024 and 16,384 GPUs, {per_node} GPUs per node; a job that rarely fails is simulated several
+  times, until there are about {failures:,} failures in all
 
 ## Libraries
 
-The table shows the time lost by waiting for saves, and by repeating training that a failure undid, as a share of all
-time. The table leaves out restarts, which cost the same with every library: {restarts}. Nodes fail as often as on
+The table shows what share of its time a run loses by waiting for saves, and by repeating training that a failure
+undid. The table leaves out restarts, which cost the same with every library: {restarts}. Nodes fail as often as on
 Meta's cluster RSC-1: 6.5 times in 1,000 node-days ([arXiv 2410.21680](https://arxiv.org/abs/2410.21680)).
 
 {libraries}
 
 {costs}
 
-These costs were measured on one H200 with 14.9 GB of model and AdamW state, in the same loop: see
+These costs were measured on one H200 with 14.9 GB of model and AdamW state, in the same loop for every library: see
 [Performance](performance.md). A save may begin only when the previous one is durable, so no interval is shorter than
-the time until a save is durable.
+the time that a save takes to become durable.
 
 ## `save_every="auto"` beside the best fixed interval
 
@@ -311,16 +311,16 @@ restarts out.
 {auto}
 
 - **best fixed**: the best interval within the bounds of `auto`: at least a minute, and at least twice as long as a
-  save takes until it is durable.
+  save takes to become durable.
 - **more**: how much more `auto` loses than the best fixed interval, as a share of what that interval loses. A negative
-  figure is due to chance: the failures are the same, but they come at different moments between the saves.
+  figure is due to chance: the failures are the same, but they fall at different moments between two saves.
 - **unaware**: what `auto` loses if you tell it only the published failure rate, so that it must learn the true rate
   from the failures of its run.
-- **no bounds**: what the best interval loses if the bounds of `auto` do not apply. The difference is the price of
-  leaving the disk idle for at least half of the time. If that price matters to you, take snapshots in memory
-  ([memory](memory.md)).
+- **no bounds**: what the best interval loses if the bounds of `auto` do not apply. The difference from
+  **best fixed** is the price of leaving the disk idle for at least half of the time. To reduce this loss, take
+  snapshots in memory ([memory](memory.md)).
 
-The worst of these {cases} cases loses {worst} more than the best fixed interval, without restarts.
+In the worst of these {cases} cases, `auto` loses {worst} more than the best fixed interval, without restarts.
 
 ## Assumptions
 
@@ -329,12 +329,12 @@ The worst of these {cases} cases loses {worst} more than the best fixed interval
 - Every GPU holds 14.9 GB and writes at the speed of the measured disk, however large the job is: storage grows with the
   job, and waiting for the slowest rank costs nothing. Both assumptions favour short intervals, to the same degree for
   all libraries.
-- A restart takes {restart:g} s, to notice the failure, to schedule and start the job, to compile, and to load. In the
+- A restart takes {restart:g} s: the time to notice the failure, schedule and start the job, compile, and load. In the
   simulation, all libraries load equally fast; in reality, some are a few seconds faster than others.
-- If a library doesn't sync its files, the loss of a machine also destroys the files of the last {write_back:g} s. A
-  failure in the middle of a save costs only that save. In our tests, some libraries did not resume at all after such a
-  failure; in the simulation, they do.
-- Background saves slow training down by no more than we measured. The simulation leaves out the time that you need to
+- If a library doesn't sync its files, losing a machine also destroys the files of the last {write_back:g} seconds. A
+  failure in the middle of a save costs only that save. In our tests, some libraries did not resume at all after a
+  failure in the middle of a save; in the simulation, they do.
+- Background saves slow training down only as much as we measured. The simulation leaves out the time that you need to
   check or repair a checkpoint by hand.
 """
 
