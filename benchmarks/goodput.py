@@ -304,7 +304,7 @@ the time that a save takes to become durable.
 ## `save_every="auto"` beside the best fixed interval
 
 The simulation chooses intervals with the same code as a real run (`ckpt/save/cadence.py`), and compares them with the
-best of {grid} fixed intervals for the same failures. Llama 3 had 3.8 failures in 1,000 node-days: 419 unexpected
+best of {grid} fixed intervals for the same failures. Llama 3's run had 3.8 failures in 1,000 node-days: 419 unexpected
 interruptions in 54 days on 2,048 nodes ([arXiv 2407.21783](https://arxiv.org/abs/2407.21783)). All figures leave
 restarts out.
 
