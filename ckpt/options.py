@@ -222,9 +222,9 @@ class Mirror(Options):
 
         StateManager("runs/x", mirror=ckpt.Mirror("s3://bucket/x", keep=ckpt.Keep(last=10), bandwidth="50MB"), ...)
 
-    If the root has no intact checkpoint at the start, ckpt looks for one in the mirror. If the mirror can't be reached
-    at the start, ckpt waits until the mirror's storage has used up its retries. After SIGTERM, `close` waits at most
-    5 s for copies, and never longer than `grace`. The next run copies the checkpoints that the mirror still lacks.
+    If the root has no intact checkpoint at the start, ckpt looks for one in the mirror, and waits for the mirror as
+    long as its storage retries. After SIGTERM, `close` waits at most 5 s for copies, and never longer than `grace`.
+    The next run copies the checkpoints that the mirror still lacks.
 
     Args:
         url: A path, a URL or a storage.

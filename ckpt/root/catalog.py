@@ -1139,7 +1139,7 @@ class History:
                 self._lines[found.summary.id] = line + b"\n"
         self._attempts = attempts | self._attempts  # what this process has noted comes last
         if damaged:
-            _log.warning("%s/%s: ckpt skips %d damaged lines", self.storage.url, HISTORY, damaged)
+            _log.warning("%s/%s: ckpt skips damaged lines (%d)", self.storage.url, HISTORY, damaged)
 
     def _encoded(self) -> bytes:
         lines = [self._lines[save.summary.id] for save in self.saves]

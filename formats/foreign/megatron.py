@@ -128,7 +128,7 @@ class MegatronSave:
 def _common(folder: FolderReader) -> dict[Any, Any]:
     found = read_file(folder, COMMON, NamesOf("megatron."))
     if not isinstance(found, dict):
-        raise DamagedError(f"{folder.where}/{COMMON} does not hold a dict of named state.")
+        raise DamagedError(f"{folder.where}/{COMMON} does not hold a dict that maps names to state.")
     return found
 
 

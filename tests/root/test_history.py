@@ -109,7 +109,7 @@ def test_a_damaged_line_is_named_and_the_others_count(tmp_path: Path, caplog: py
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], lines[2].replace(b"step-00000002", b"step-00000007"), *lines[3:]]))
     assert steps(tmp_path) == [1, 3, 4]
-    assert warnings_of(caplog) == [f"{tmp_path}/{HISTORY}: ckpt skips 1 damaged lines"]
+    assert warnings_of(caplog) == [f"{tmp_path}/{HISTORY}: ckpt skips damaged lines (1)"]
 
 
 def test_a_line_that_says_what_no_save_has_is_damaged_whatever_its_digest(
@@ -123,7 +123,7 @@ def test_a_line_that_says_what_no_save_has_is_damaged_whatever_its_digest(
     lines[2] = json.dumps([digest(text.encode()), text]).encode() + b"\n"
     path.write_bytes(b"".join(lines))
     assert steps(tmp_path) == [1, 3, 4]
-    assert warnings_of(caplog) == [f"{tmp_path}/{HISTORY}: ckpt skips 1 damaged lines"]
+    assert warnings_of(caplog) == [f"{tmp_path}/{HISTORY}: ckpt skips damaged lines (1)"]
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\x00", b"[]\n", b'["0", "{}"]\n', b"[[[[[[" * 1000], ids=range(5))
@@ -258,7 +258,7 @@ def test_an_attempt_that_says_what_none_does_is_damaged_and_named(
     lines[1] = json.dumps([digest(text.encode()), text]).encode() + b"\n"
     (tmp_path / HISTORY).write_bytes(b"".join(lines))
     assert [one.id for one in History.of(open_storage(tmp_path)).attempts] == ["a2"]
-    assert warnings_of(caplog) == [f"{tmp_path}/{HISTORY}: ckpt skips 1 damaged lines"]
+    assert warnings_of(caplog) == [f"{tmp_path}/{HISTORY}: ckpt skips damaged lines (1)"]
 
 
 def test_all_attempts_together_have_a_few_hundred_points_of_a_metric(tmp_path: Path) -> None:
