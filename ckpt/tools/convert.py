@@ -499,7 +499,7 @@ def _checkpoint_name(found: PortableState) -> str:
         return check_name(found.name)
     except ConfigError:
         raise ConfigError(
-            f"the source's name, {found.name!r}, is not a valid checkpoint name. Choose a valid name with name= (--name)."
+            f"the source's name, {found.name!r}, is not a valid checkpoint name. Give a valid one with name= (--name)."
         ) from None
 
 
