@@ -25,7 +25,7 @@ COMMANDS = {
     "convert": "Convert a checkpoint between formats, and list what the new format can't hold.",
     "demo": "Train a small model with and without a kill in the middle of a save, and compare the results.",
     "diff": "Compare two checkpoints, FIRST and SECOND, and list the tensors and values that differ.",
-    "key": "Make a key pair that signs and verifies checkpoints, for ckpt.Signing(key=...) and 'ckpt verify --key'.",
+    "key": "Make a key pair that signs and verifies checkpoints (ckpt.Signing(key=...), ckpt verify --key).",
     "ls": "List the checkpoints in ROOT, newest first.",
     "memory": "List or remove the snapshots that runs keep in this machine's memory.",
     "merge": "Merge the checkpoint at SOURCE into one safetensors file, DESTINATION.",

@@ -127,7 +127,7 @@ def _signed_by(manifest: Manifest) -> str:
 
 @click.group()
 def key() -> None:
-    """Make a key pair that signs and verifies checkpoints, for ckpt.Signing(key=...) and 'ckpt verify --key'.
+    """Make a key pair that signs and verifies checkpoints (ckpt.Signing(key=...), ckpt verify --key).
 
     \b
     ckpt key new ~/.ckpt/run.pem

@@ -219,7 +219,7 @@ class TestLostAnswers:
         manifest = save(_Answers(storage.url, TransientError("the connection was reset")), "a")
         assert is_whole(storage, manifest)
         assert keys(storage) == KEYS
-        assert "/manifest.json: the connection was reset" in caplog.text
+        assert "/manifest.json was written: the connection was reset" in caplog.text
 
     def test_a_commit_that_did_not_take_effect_fails_and_the_old_checkpoint_is_kept(self, storage: Storage) -> None:
         old = save(storage, "a")

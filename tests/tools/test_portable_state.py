@@ -253,7 +253,7 @@ class TestConvert:
         assert ckpt.verify(tmp_path / "root") == {"a": [], "b": []}
         named: Any = SimpleNamespace(name="a/b")
         with pytest.raises(
-            ConfigError, match=r"the source's name, 'a/b', is not a valid checkpoint name\. Choose another"
+            ConfigError, match=r"the source's name, 'a/b', is not a valid checkpoint name\. Give a valid one"
         ):
             _checkpoint_name(named)
 
