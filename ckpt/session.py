@@ -293,7 +293,7 @@ class Saves:
         state.loop.caveats.tell_lasting()
         if self.memory is not None:
             facts |= memory_facts(self.memory)
-        request = SaveRequest(name, lambda: self._captured(name, numbers), facts, not amends, amends)
+        request = SaveRequest(name, lambda: self._captured(name, numbers), facts, True, amends)
         with state.attempt.waiting():
             self.saver.save(request, wait=wait, replace=busy == "replace", root=root)
         source.after_save()

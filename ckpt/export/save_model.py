@@ -22,6 +22,7 @@ from ckpt.formats.native.shard_table import ShardedState, build_table
 from ckpt.formats.native.tensor_file import dtype_name, finish_collectives
 from ckpt.formats.tensors import FilePlan
 from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together, run_on_all_ranks
+from ckpt.shown import few
 from ckpt.state.model import ModelPart, tensors_in
 from ckpt.storage import LocalStorage
 from ckpt.util.checked_json import parse_json
@@ -46,7 +47,7 @@ class ModelExport:
     files: list[FilePlan]
     about: Mapping[str, Any] = field(default_factory=dict)
     shared: bool = False
-    names: str = ""  # a hash of the names of all tensors
+    names: tuple[str, ...] = ()  # of all tensors
 
     def write(self, folder: Path) -> None:
         """Write all files. After an error the remaining ones are still gathered: the other ranks take part in that."""
@@ -95,8 +96,7 @@ def export_live(part: ModelPart, ranks: Ranks, options: ExportOptions) -> ModelE
         groups.setdefault(first, [first]).append(alias)
     about = _about(part, state)
     files = model_files(about, sources, duplicates(groups.values()), options)
-    names = hashlib.sha256("\n".join(sorted(tensors)).encode()).hexdigest()
-    return ModelExport(files, about, shared=part.is_sharded() and ranks.world_size > 1, names=names)
+    return ModelExport(files, about, shared=part.is_sharded() and ranks.world_size > 1, names=tuple(sorted(tensors)))
 
 
 def _about(part: ModelPart, state: Any) -> dict[str, Any]:
@@ -173,14 +173,17 @@ def save_live(
 
 def _refuse_stages(call: str, ranks: Ranks, exported: ModelExport) -> None:
     """Refuse a model of which the main rank has only a part: its file would lack the others, and look complete."""
-    others = decide_together(
-        ranks, call, Result(exported.names), lambda each: [rank for rank, names in enumerate(each) if names != each[0]]
+    mine = hashlib.sha256("\n".join(exported.names).encode()).hexdigest()
+    if decide_together(ranks, call, Result(mine), lambda each: len(set(each)) == 1):
+        return
+    lacking = decide_together(
+        ranks, call, Result(list(exported.names)), lambda each: sorted(set().union(*each).difference(each[MAIN]))
     )
-    if others:
+    if lacking:
         raise UnsupportedError(
-            f"{call} writes the tensors that rank 0 has, but {len(others)} of {ranks.world_size} ranks have different "
-            "tensors, as in a pipeline. Save a checkpoint, which has the tensors of all ranks, and run `ckpt merge` on "
-            "it."
+            f"{call} writes the tensors that rank 0 has, but other ranks have tensors that rank 0 lacks "
+            f"({few(lacking, 3)}), as in a pipeline. Save a checkpoint, which has the tensors of all ranks, and run "
+            "`ckpt merge` on it."
         )
 
 

@@ -236,16 +236,31 @@ class Restoring:
         self.before()
         with suppress(Exception):  # it is raised if there is something to load: `find_objects` does the same then
             self.refresh()
-            self._names = LiveNames.of(self.request.registry.parts)
+            if not self._is_collective:
+                self._names = LiveNames.of(self.request.registry.parts)
         return None if self._names is None else self._names.said(self.request.ranks)
 
     def _check(self, candidate: Candidate) -> dict[str, Any]:
-        """Check that the checkpoint fits, unless hooks of the user's have changed what there is to load into."""
+        """Check that the checkpoint fits, unless hooks of the user's have changed what there is to load into.
+
+        A rank that finds the checkpoint damaged does not get here. So nothing collective may be called: the other
+        ranks would wait for that rank. `prepare` does it once all ranks know that the checkpoint is complete.
+        """
+        if self._is_collective:
+            return {"changed": True, "collective": True}
         self.find_objects(candidate)
         known, self._names = self._names, LiveNames.of(self.request.registry.parts)
         if candidate.told is None or known != self._names:
             return {"changed": True}
         return self._fitted(candidate, candidate.told)
+
+    @property
+    def _is_collective(self) -> bool:
+        return any(part.is_collective for part in self.request.registry.parts.values())
+
+    def _find(self, candidate: Candidate) -> None:
+        self.find_objects(candidate)
+        self._names = LiveNames.of(self.request.registry.parts)
 
     def _fitted(self, candidate: Candidate, everywhere: Mapping[str, Any]) -> dict[str, Any]:
         assert self._names is not None
@@ -267,6 +282,8 @@ class Restoring:
         Without `verify_before_overwrite`, live tensors have been written when this returns or raises.
         """
         call, checked, ranks = f"load_state({candidate.manifest.name!r})", candidate.checked, self.request.ranks
+        if "collective" in checked:
+            run_on_all_ranks(ranks, f"{call} (objects)", lambda: self._find(candidate))
         if "changed" in checked:
             names = Result.capture(lambda: self._names.said(ranks) if self._names is not None else None)
             everywhere = decide_together(ranks, f"{call} (names)", names, LiveNames.join) or {}
@@ -279,8 +296,9 @@ class Restoring:
 
 def _joint_check(said: list[dict[str, Any]]) -> dict[str, Any]:
     """On the main rank: whether to check again, with the names of all ranks; else who reads what for others."""
-    if any("changed" in one for one in said):
-        return {"changed": True}
+    changed: dict[str, Any] = {word: True for one in said for word in ("changed", "collective") if word in one}
+    if changed:
+        return changed
     if said[MAIN]["reads"] is None:
         return {"plan": None}
     from ckpt.load.broadcast import plan_reads
@@ -354,12 +372,17 @@ class Restoration:
         name = self.reader.manifest.name
         if self.request.verify_before_overwrite:
             self.request.on_first_write(name)
-        run_on_all_ranks(self.request.ranks, f"load_state({name!r})", lambda: self._set_all(then))
+        ranks, call = self.request.ranks, f"load_state({name!r})"
+        reads = self.reader.read_live if self.request.verify_before_overwrite else None
+        if reads is not None and any(self.parts[key].is_collective for key in self.setters):
+            run_on_all_ranks(ranks, call, reads)  # if a rank can't read, the others must not wait for it in a setter
+            reads = None
+        run_on_all_ranks(ranks, call, lambda: self._set_all(reads, then))
         return list(self.setters)
 
-    def _set_all(self, then: Callable[[], None]) -> None:
-        if self.request.verify_before_overwrite:
-            self.reader.read_live()
+    def _set_all(self, reads: Callable[[], None] | None, then: Callable[[], None]) -> None:
+        if reads is not None:
+            reads()
         self._set()
         restored = {key: self.parts[key] for key in self.setters}
         self._name_other_rates(restored)

@@ -343,6 +343,8 @@ class Attempt:
         """The file that was written, or the one that stays, if its bytes are the same: the commit removes the other."""
         if not self._stays(storage, earlier) or earlier is None or earlier.file.blocks != written.file.blocks:
             return written
+        if not earlier.was_read:  # nobody knows whether its bytes on the disk are right
+            return written
         return WrittenFile(replace(written.file, path=earlier.file.path), linked=True)
 
     def _stays(self, storage: Storage, earlier: EarlierFile | None) -> bool:

@@ -426,7 +426,10 @@ class AttemptLog:
         elif error is None or (isinstance(error, SystemExit) and not error.code):
             self.ended = "finished"
         else:
-            self.ended, self.reason = "failed", _short(sentence(f"{type(error).__name__}: {error}".removesuffix(": ")))
+            text = type(error).__name__
+            with suppress(Exception):  # of the exception's own `__str__`
+                text = f"{text}: {error}".removesuffix(": ")
+            self.ended, self.reason = "failed", _short(sentence(text))
 
     def store(self, history: History, run: str) -> None:
         """Store it with what is known by now, unless nothing has happened."""

@@ -435,6 +435,7 @@ class Saver:
             save.root.close()
             return
         if not save.is_saved:
+            self.read_back.start(_committed(save))  # this save stopped the reading of the same checkpoint
             return
         before = [summary.name for summary in self.root.lock.committed]
         self.root.retain()

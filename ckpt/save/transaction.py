@@ -407,7 +407,8 @@ class SaveTransaction:
         shared = [file.path for file in [*captured.common_files, *self.documents]]
         paths = [*shared, *(path for proposal in proposals for path in proposal["paths"])]
         present = {path for proposal in proposals for path in proposal["present"]}
-        make_room(self.root, self.request.name, self.request.facts, sum(proposal["size"] for proposal in proposals))
+        if not self.request.amends or self.root.committed_as(self.request.name) is None:  # most of it stays, else
+            make_room(self.root, self.request.name, self.request.facts, sum(proposal["size"] for proposal in proposals))
         attempt = self.root.begin(self.request.name, paths, present, self.number)
         attempt = replace(attempt, amends=self.request.amends and bool(attempt.replaces))
         self.trace(f"agreed on {len(paths)} files" + (f" of {len(proposals)} ranks" if len(proposals) > 1 else ""))
@@ -465,7 +466,9 @@ class SaveTransaction:
 
 
 def _has_all_of(older: Manifest, stored: list[WrittenFile], facts: Mapping[str, Any]) -> bool:
-    same = {file.name: file.blocks for file in older.files} == {each.file.name: each.file.blocks for each in stored}
+    """Whether every file stayed where it was: one with the same bytes that was written again replaces a damaged one."""
+    kept = {file.name: (file.path, file.blocks) for file in older.files}
+    same = kept == {each.file.name: (each.file.path, each.file.blocks) for each in stored}
     return same and (older.progress, older.metrics) == (facts["progress"], facts["metrics"])
 
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -133,6 +133,8 @@ def _refresh(engine: Any) -> None:
 @dataclass
 class EngineModelPart(ModelPart):
     """The model of an engine; under ZeRO 3, every rank has its rows of each parameter."""
+
+    is_collective: ClassVar[bool] = True
 
     def capture(self) -> dict[str, Any]:
         return _rows(self._state())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ from ckpt.state.unwrap import clean_name, is_fsdp1, unwrap
 @dataclass
 class Fsdp1ModelPart(ModelPart):
     """A model in which FullyShardedDataParallel wraps modules."""
+
+    is_collective: ClassVar[bool] = True
 
     def _state(self) -> dict[str, Any]:
         self._marks()
@@ -53,6 +55,8 @@ class Fsdp1ModelPart(ModelPart):
 @dataclass
 class Fsdp1OptimizerPart(OptimizerPart):
     """The optimizer of such a model, whose state PyTorch holds as flat tensors."""
+
+    is_collective: ClassVar[bool] = True
 
     @property
     def _model(self) -> nn.Module:

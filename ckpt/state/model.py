@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -41,6 +41,7 @@ class ModelPart:
     model: nn.Module
     same_class: bool = False
     can_be_sharded: bool = True
+    is_collective: ClassVar[bool] = False
 
     @property
     def kind(self) -> str:

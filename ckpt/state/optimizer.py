@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -81,6 +81,7 @@ class OptimizerPart:
     models: Mapping[str, nn.Module]
     same_class: bool = True
     can_be_sharded: bool = True
+    is_collective: ClassVar[bool] = False
 
     @property
     def kind(self) -> str:

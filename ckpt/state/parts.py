@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 from torch import nn, optim
@@ -145,6 +145,7 @@ class Part(Protocol):
     key: str
     same_class: bool  # whether a saved state fits only an object of the same class
     can_be_sharded: bool  # whether every rank has it, so that each may write a shard
+    is_collective: ClassVar[bool]  # whether every rank must ask it for names and state, and set them, at the same time
 
     @property
     def kind(self) -> str:
@@ -212,6 +213,7 @@ class UnshardedPart:
         return ()
 
     for_any_ranks: bool = False
+    is_collective: ClassVar[bool] = False
 
     def of_other_ranks(self, saved_by: int) -> Mapping[str, OwnPart]:
         return {}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
 import stat
-from contextlib import suppress
 from pathlib import Path
 
 from ckpt.errors import ConfigError
@@ -16,6 +16,7 @@ _ESCAPE = re.compile(r"\\([0-7]{3})")
 _MOUNTS = Path("/proc/self/mountinfo")
 
 _FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
+_NO_FULL_SYNC = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY, errno.ENOSYS}
 
 
 def sync(descriptor: int) -> None:
@@ -25,8 +26,12 @@ def sync(descriptor: int) -> None:
     filesystems refuse that, those of a network for instance; they get `fsync`.
     """
     if _FULL_SYNC is not None:
-        with suppress(OSError):
+        try:
             fcntl.fcntl(descriptor, _FULL_SYNC)
+        except OSError as error:
+            if error.errno not in _NO_FULL_SYNC:
+                raise
+        else:
             return
     os.fsync(descriptor)
 

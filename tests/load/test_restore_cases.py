@@ -540,7 +540,7 @@ class TestWhereANameLeads:
 
 def named(**parts: set[str] | None) -> dict[str, Any]:
     return {
-        key: SimpleNamespace(names=lambda names=names: None if names is None else frozenset(names))
+        key: SimpleNamespace(names=lambda names=names: None if names is None else frozenset(names), is_collective=False)
         for key, names in parts.items()
     }
 
@@ -1162,7 +1162,7 @@ class TestOneRestoration:
             setters: dict[str, Any] = {key: lambda: None for key in keys}
             found = restore.Restoration(reader, request, parts, Notes(), setters)
             caplog.clear()
-            found._set_all(partial(noted.append, "then"))
+            found._set_all(None, partial(noted.append, "then"))
             assert noted == ["left"] * left + ["then"]
             assert found.notes.resharded == ({"model": "2 ranks: S0 -> whole"} if "model" in keys else {})
             told = [record.message for record in caplog.records if record.levelno == logging.WARNING]

@@ -259,6 +259,34 @@ def _mixed(rank: int, root: str) -> None:
     assert exact([whole(model.state_dict()) for model in models.values()]) == before
 
 
+def _save_two(rank: int, root: str) -> None:
+    model = MODELS["fsdp1"](1)
+    with ckpt.StateManager(root, model=model, optimizer=torch.optim.AdamW(model.parameters())) as manager:
+        for name in "ab":
+            manager.save_state(name)
+
+
+def _resume_from_a(rank: int, root: str) -> None:
+    far = PassedOn(root)
+    far.is_local = False  # as on an object store: rank 0 lists the files for all
+    model = MODELS["fsdp1"](2)
+    with ckpt.StateManager(
+        far, model=model, optimizer=torch.optim.AdamW(model.parameters()), ranks=ckpt.RankOptions(timeout=20)
+    ) as manager:
+        restored = manager.resume()
+    assert restored is not None
+    assert (restored.name, list(restored.passed_over)) == ("a", ["b"])
+    assert exact(whole(model.state_dict())) == exact(whole(MODELS["fsdp1"](1).state_dict()))
+
+
+@pytest.mark.timeout(120)
+def test_under_fsdp1_no_rank_waits_for_one_that_finds_the_checkpoint_damaged(tmp_path: Path) -> None:
+    """PyTorch's calls are collective there: the other ranks would wait in them."""
+    assert run_ranks(2, _save_two, str(tmp_path)) == [0, 0]
+    next((tmp_path / "b" / "model").glob("00001*")).unlink()
+    assert run_ranks(2, _resume_from_a, str(tmp_path)) == [0, 0]
+
+
 def test_a_sharded_and_a_replicated_model_in_one_manager(root: Place) -> None:
     assert run_ranks(2, _mixed, str(root)) == [0, 0]
     files = {name for name in (root / "mixed").files() if name.startswith("model")}
