@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -53,7 +54,7 @@ def test_what_is_committed_has_left_the_cache_of_the_disk(tmp_path: Path) -> Non
 def test_a_disk_that_refuses_that_is_synced_as_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, command: int, *args: int) -> int:
         if command == macos.FULL_SYNC:
-            raise OSError(45, "Operation not supported")
+            raise OSError(errno.ENOTSUP, "Operation not supported")
         return 0
 
     synced: list[int] = []
