@@ -314,6 +314,20 @@ class TestTheSaver:
         assert [manifest.name for manifest in enqueued] == ["a"]
         saver.close()
 
+    def test_one_that_amends_replaces_a_file_that_is_damaged_on_the_disk(self, tmp_path: Path) -> None:
+        saver = Saver(writer := RootWriter(open_storage(tmp_path), SingleProcess()))
+        first = request("a", values=[torch.ones(3)])
+        saver.save(first, wait=True)
+        made = writer.committed_as("a")
+        assert made is not None
+        (file,) = (file for file in made.files if file.name.startswith("x"))
+        path = tmp_path / "a" / file.path
+        path.write_bytes(bytes(path.stat().st_size))
+        del writer.links.files[file.name]  # as reading back does
+        saver.save(replace(first, amends=True), wait=True)
+        assert ckpt.verify(tmp_path) == {"a": []}
+        saver.close()
+
     def test_one_that_amends_is_saved_if_anything_has_changed_and_keeps_the_files_that_have_not(
         self, tmp_path: Path
     ) -> None:
