@@ -22,14 +22,6 @@ from ckpt.storage import MemoryStorage
 TWO = Hosts((0, 1), ("a", "b"))
 
 
-@pytest.fixture(autouse=True)
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "memory"
-    folder.mkdir()
-    monkeypatch.setenv("CKPT_MEMORY_DIR", str(folder))
-    return folder
-
-
 @pytest.fixture
 def keepers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
     """No keeper is started: who asked for one is noted."""
@@ -40,7 +32,7 @@ def keepers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
     return asked
 
 
-pytestmark = pytest.mark.usefixtures("keepers")
+pytestmark = pytest.mark.usefixtures("memory", "keepers")
 
 
 @pytest.fixture

@@ -22,9 +22,11 @@ from ckpt.memory.place import MemoryPlace
 from ckpt.memory.slots import SlotWriter
 from ckpt.root.write_link_commit import Attempt
 from tests.helpers.processes import Script
-from tests.memory.test_resume import DiedError, Training, memory, snapshots, straight
+from tests.memory.test_resume import DiedError, Training, snapshots, straight
 
-__all__ = ["memory", "straight"]
+__all__ = ["straight"]
+
+pytestmark = pytest.mark.usefixtures("memory")
 
 
 class TestARunThatLives:

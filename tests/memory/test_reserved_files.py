@@ -24,15 +24,9 @@ from ckpt.util.aligned_memory import MappedRange
 from tests.helpers.simulated_device import SimulatedDevice, simulate
 from tests.helpers.training import exact
 
+pytestmark = pytest.mark.usefixtures("memory")
+
 LARGE = 1 << 20  # bytes: larger files are reserved
-
-
-@pytest.fixture(autouse=True)
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "memory"
-    folder.mkdir()
-    monkeypatch.setenv("CKPT_MEMORY_DIR", str(folder))
-    return folder
 
 
 @pytest.fixture(autouse=True)

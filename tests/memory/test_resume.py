@@ -30,17 +30,11 @@ from ckpt.tools.report.facts import gather
 from ckpt.tools.report.page import MARKDOWN, page
 from tests.helpers.forgery import write_manifest
 
+pytestmark = pytest.mark.usefixtures("memory")
+
 
 class DiedError(Exception):
     """Training ends in the middle."""
-
-
-@pytest.fixture(autouse=True)
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "memory"
-    folder.mkdir()
-    monkeypatch.setenv("CKPT_MEMORY_DIR", str(folder))
-    return folder
 
 
 class Training:

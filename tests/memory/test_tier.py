@@ -27,14 +27,6 @@ from tests.memory.deserted import wait_until
 MB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "memory"
-    folder.mkdir()
-    monkeypatch.setenv("CKPT_MEMORY_DIR", str(folder))
-    return folder
-
-
 @pytest.fixture
 def manager(tmp_path: Path) -> Iterator[ckpt.StateManager]:
     model = nn.Linear(30, 30)
@@ -232,6 +224,8 @@ def test_in_a_container_with_a_small_tmpfs_and_no_keeper_the_tier_is_off_with_on
 ) -> None:
     script = """
 import sys, torch, ckpt
+
+pytestmark = pytest.mark.usefixtures("memory")
 model = torch.nn.Linear(1200, 1200)
 with ckpt.StateManager(sys.argv[1], model=model, save_every=5, memory=2) as manager:
     manager.resume()
