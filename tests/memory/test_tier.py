@@ -25,6 +25,7 @@ from tests.helpers.stateful import Stateful
 from tests.memory.deserted import wait_until
 
 MB = 1 << 20
+pytestmark = pytest.mark.usefixtures("memory")
 
 
 @pytest.fixture
@@ -224,8 +225,6 @@ def test_in_a_container_with_a_small_tmpfs_and_no_keeper_the_tier_is_off_with_on
 ) -> None:
     script = """
 import sys, torch, ckpt
-
-pytestmark = pytest.mark.usefixtures("memory")
 model = torch.nn.Linear(1200, 1200)
 with ckpt.StateManager(sys.argv[1], model=model, save_every=5, memory=2) as manager:
     manager.resume()
