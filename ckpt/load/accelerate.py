@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import BatchSampler, SequentialSampler
@@ -148,6 +148,7 @@ def split_name(name: str) -> tuple[str, int | None]:
 class ForeignManifest(Manifest):
     """Stands for the manifest of a folder that has none."""
 
+    is_foreign: ClassVar[bool] = True
     folder: Folder
 
 

@@ -406,7 +406,7 @@ class Restoration:
 
 
 def _opened(candidate: Candidate, rank: int, live: Mapping[str, Part]) -> CheckpointReader:
-    if candidate.manifest.files:
+    if not candidate.manifest.is_foreign:
         return CheckpointReader(candidate.storage, candidate.manifest, rank)
     from ckpt.load.accelerate import open_foreign
 

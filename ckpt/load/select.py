@@ -575,7 +575,7 @@ class Candidate:
     @property
     def folder(self) -> str:
         """Its path or URL."""
-        if self.manifest.files:
+        if not self.manifest.is_foreign:
             return f"{self.storage.url}/{self.manifest.name}"
         from ckpt.load.accelerate import foreign_folder
 

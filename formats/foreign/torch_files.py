@@ -39,8 +39,12 @@ def is_lightning(found: Mapping[Any, Any]) -> bool:
     return _VERSION in found and isinstance(found.get("state_dict"), dict)
 
 
-def lightning_parts(found: Mapping[str, Any]) -> dict[str, Any]:
+def lightning_parts(found: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The state of every part. With several optimizers or schedulers, each has its number."""
+    wrong = [key for key in ("optimizer_states", "lr_schedulers") if not isinstance(found.get(key) or [], list)]
+    wrong += [] if all(isinstance(name, str) for name in found["state_dict"]) else ["state_dict"]
+    if wrong:
+        raise ConfigError(f"{where} is not a checkpoint as Lightning writes it: {', '.join(wrong)} can't be read.")
     read = {"model": found["state_dict"]}
     for key, kind in (("optimizer_states", "optimizer"), ("lr_schedulers", "scheduler")):
         states = found.get(key) or []
@@ -215,14 +219,14 @@ def read_file(reader: ByteReader, length: int, where: str) -> SavedDict:
 
 def sorted_out(found: Mapping[Any, Any], where: str, origin: str = TORCH.name) -> SavedDict:
     """What a dict holds, by the parts that a manager has."""
-    saved = _of_lightning(found) if is_lightning(found) else _of_script(found, origin)
+    saved = _of_lightning(found, where) if is_lightning(found) else _of_script(found, origin)
     if not saved.parts:
         raise ConfigError(f"{where} holds no model, only {', '.join(map(str, list(found)[:10])) or 'an empty dict'}.")
     return saved
 
 
-def _of_lightning(found: Mapping[str, Any]) -> SavedDict:
-    parts = lightning_parts(found)
+def _of_lightning(found: Mapping[str, Any], where: str) -> SavedDict:
+    parts = lightning_parts(found, where)
     prefixes, told = _prefixes({"model": parts["model"]})
     parts["model"] = _bare(parts["model"])
     skipped = lightning_left_out(found) | told

@@ -27,7 +27,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import xxhash
 
@@ -384,6 +384,8 @@ class Host:
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What is known of a checkpoint without opening its other files."""
+
+    is_foreign: ClassVar[bool] = False  # whether it stands for the manifest of a folder that has none
 
     name: str
     id: str

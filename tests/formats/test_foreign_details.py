@@ -198,12 +198,12 @@ class TestOthers:
             "lr_schedulers": ["a", "b"],
             "native_amp_scaling_state": "s",
         }
-        assert torch_files.lightning_parts(found) == {
+        assert torch_files.lightning_parts(found, "x.ckpt") == {
             "model": {"w": 1}, "optimizer": "o", "scheduler.0": "a", "scheduler.1": "b", "scaler": "s",
         }  # fmt: skip
-        assert torch_files.lightning_parts({"state_dict": {}, "optimizer_states": None}) == {"model": {}}
+        assert torch_files.lightning_parts({"state_dict": {}, "optimizer_states": None}, "x") == {"model": {}}
         both = {"state_dict": {}, "MixedPrecision": "first", "MixedPrecisionPlugin": "second"}
-        assert torch_files.lightning_parts(both)["scaler"] == "first"
+        assert torch_files.lightning_parts(both, "x.ckpt")["scaler"] == "first"
         loops = {"fit_loop": {"epoch_progress": {"current": {"processed": 3}}}}
         assert torch_files.lightning_counters({"epoch": 2, "global_step": 7, "loops": loops}) == {"epoch": 3, "step": 7}
         assert torch_files.lightning_counters({"epoch": 0, "global_step": True}) == {"epoch": 0}

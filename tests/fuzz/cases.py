@@ -54,8 +54,8 @@ class Case:
         return KINDS.get(self.seed, self.seed)
 
 
-def _is_named_link(path: str, node: object) -> bool:
-    return isinstance(node, tree.Special) and node.kind == "link" and path.count("/") == 1
+def _is_link(path: str, node: object, depths: tuple[int, ...]) -> bool:
+    return isinstance(node, tree.Special) and node.kind == "link" and path.count("/") in depths
 
 
 class Maker:
@@ -98,8 +98,8 @@ class Maker:
 
     def _rearrange(self, dice: random.Random, case: Case) -> None:
         case.files = rearrange(dice, case.files) or case.files
-        if case.target in NAMES_A_FOLDER:
-            case.files = {path: node for path, node in case.files.items() if not _is_named_link(path, node)}
+        depths = (0, 1) if case.target in NAMES_A_FOLDER else (0,)
+        case.files = {path: node for path, node in case.files.items() if not _is_link(path, node, depths)}
         case.how.append("other things at its paths")
 
     def _alter_content(self, dice: random.Random, case: Case) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import ckpt
 from tests.fuzz.live import Live
 
-NAMES_A_FOLDER = {  # of a root. A link that a user names is followed, wherever it leads
+NAMES_A_FOLDER = {  # of a root. A link that a user names is followed, wherever it leads, as one to the root or a file
     "load_model", "load_model, signed", "merge", "merge the optimizer", "merge, signed", "convert to accelerate",
     "diff", "ckpt ls of one", "ckpt show", "ckpt show --tensors", "ckpt diff", "ckpt merge", "ckpt convert", "pull one",
     "load_model of Accelerate", "merge of Accelerate", "convert from accelerate", "ckpt convert from accelerate",
