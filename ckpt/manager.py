@@ -82,7 +82,7 @@ class StateManager:
         storage_options: Credentials, endpoint and the like for a URL, as its fsspec filesystem takes them.
         saving: How ckpt captures and writes checkpoints.
         ranks: How the ranks of a job find each other, and how they stop.
-        memory: Steps between snapshots in the hosts' memory, or a `Memory`. A restart on the same machines resumes from
+        memory: Steps or time between snapshots in the hosts' memory, `"auto"`, or a `Memory`. A restart on the same machines resumes from
             these snapshots.
         signing: The key that signs checkpoints, and the keys to trust; None takes them from the environment.
     """
@@ -93,7 +93,7 @@ class StateManager:
         save_every: int | str | Every | None = None, keep: Keep | None = None,
         mirror: str | os.PathLike[str] | Storage | Mirror | None = None,
         storage_options: Mapping[str, Any] | None = None, saving: SaveOptions | None = None,
-        ranks: RankOptions | None = None, memory: int | Memory | None = None, signing: Signing | None = None,
+        ranks: RankOptions | None = None, memory: int | str | Memory | None = None, signing: Signing | None = None,
         **unknown: Any,
     ) -> None:  # fmt: skip
         refuse_unnamed(root, unnamed)

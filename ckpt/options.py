@@ -63,6 +63,11 @@ def _is_key(value: Any) -> bool:
     return isinstance(value, bool) or is_path(value)
 
 
+def _is_often(value: Any) -> bool:
+    return is_count(value) or is_period(value)
+
+
+_OFTEN = "a number of steps, 1 or more, a time such as '10min', '90s' or '2h', 'auto'"
 Place = Annotated[str | os.PathLike[str] | Storage, Must(_is_place, "a path, a URL or a storage")]
 
 
@@ -263,20 +268,21 @@ class Mirror(Options):
 class Memory(Options):
     """Keep snapshots in the hosts' memory, so that a restart on the same machines can resume from them.
 
-    `memory=10` is short for `Memory(every=10)`.
+    `memory=10` is short for `Memory(every=10)`, and `memory="30s"` or `"auto"` for `Memory(every="30s")`.
 
     Args:
-        every: Steps between snapshots.
+        every: Steps between snapshots, or a time such as `"30s"`, by rank 0's clock. With `"auto"`, rank 0 chooses the
+            interval that loses the least time, as `Every(time="auto")` does for saves, with the same failure rate.
         replicas: With 1, the next host keeps a copy of the snapshots, so that you can lose a machine. Hosts send it
             over the job's network, in the clear, and authenticate it with a secret from the job's store.
     """
 
-    every: Steps = 10
+    every: Annotated[int | str, Must(_is_often, _OFTEN)] = 10
     replicas: Annotated[int, Must(is_one_of(0, 1), "0 or 1: how many other hosts keep a copy")] = 0
 
     @classmethod
     def of(cls, value: Any) -> Any:
-        return cls(every=value) if is_count(value) else value
+        return cls(every=value) if _is_often(value) else value
 
 
 _File = str | os.PathLike[str]
@@ -312,9 +318,6 @@ class Signing(Options):
         return ["head= remembers which run is required: leave the run out of required="] if both else []
 
 
-_STEPS = "a number of steps, 1 or more"
-
-
 @dataclass(frozen=True, kw_only=True)
 class ManagerOptions(Options):
     """All options of a manager."""
@@ -322,19 +325,21 @@ class ManagerOptions(Options):
     called = "StateManager"
 
     root: Place | None = None
-    save_every: Annotated[Every, _a(Every, f"{_STEPS}, a time such as '10min', '90s' or '2h', 'auto'")] = Every()
+    save_every: Annotated[Every, _a(Every, _OFTEN)] = Every()
     keep: _Keep | None = None
     mirror: Annotated[Mirror, _a(Mirror, "a path, a URL, a storage")] | None = None
     storage_options: Settings | None = field(default=None, repr=False)
     saving: Annotated[SaveOptions, _a(SaveOptions)] = SaveOptions()
     ranks: Annotated[RankOptions, _a(RankOptions)] = RankOptions()
-    memory: Annotated[Memory, _a(Memory, _STEPS)] | None = None
+    memory: Annotated[Memory, _a(Memory, _OFTEN)] | None = None
     signing: Annotated[Signing, _a(Signing)] = Signing()
 
     @property
     def tier(self) -> dict[str, Any]:
         """The options of the memory tier, as `build_tier` takes them."""
-        return asdict(self.memory) if self.memory is not None else {"every": None, "replicas": 0}
+        if self.memory is None:
+            return {"every": None, "replicas": 0}
+        return asdict(self.memory) | {"rate": self.save_every.failures_per_node_day}
 
     @property
     def patience(self) -> MirrorPatience:

@@ -359,7 +359,7 @@ class TestYaml:
             ("mirror: {keep: {last: 3}}", "'mirror' needs a 'url'"),
             ("mirror: {url: x, keep: 3}", "'keep' must be a mapping"),
             ("save_every: {step: 5}", r"save_every has no option 'step' \(did you mean 'steps'\?\)"),
-            ("memory: 0", "memory=0 must be a number of steps, 1 or more, or a ckpt.Memory"),
+            ("memory: 0", "memory=0 must be a number of steps, 1 or more, a time such as .*, or a ckpt.Memory"),
             ("signing: run.key", "'signing' must be a mapping, for example 'signing: {key: run.key}'"),
             ("save_evry: 5", "did you mean 'save_every'"),
             ("1: 5", "the name of an option must be a word, not 1"),

@@ -18,19 +18,26 @@ from ckpt.load.select import STRAY, in_memory
 from ckpt.memory.place import TOKEN, remove_token
 from ckpt.memory.statistics import crash_facts, saving_of
 from ckpt.ranks.consensus import MAIN
+from ckpt.ranks.hosts import count_hosts
+from ckpt.root.catalog import History
+from ckpt.save.root_writer import RootWriter
 from ckpt.save.saver import Saver
 from ckpt.storage import Storage
 from ckpt.util.console import say
+from ckpt.util.option_values import AUTO
 
 if TYPE_CHECKING:
     from ckpt.memory.tier import MemoryTier
+    from ckpt.save.cadence import Cadence
 
 
 _log = logging.getLogger("ckpt")
 
 
-def build_tier(saver: Saver, every: int | None, *, replicas: int) -> MemoryTier | None:
-    """The memory tier beside the root of this saver, with a snapshot every so many steps; None for none.
+def build_tier(saver: Saver, every: int | str | None, *, replicas: int, rate: float | None = None) -> MemoryTier | None:
+    """The memory tier beside the root of this saver, with a snapshot every so many steps, or so often; None for none.
+
+    `rate`: failures per node per day, if the user has said it, for `every="auto"`.
 
     A run without one continues from the root alone: what an earlier run has left in memory is then the root's no more.
     """
@@ -45,10 +52,19 @@ def build_tier(saver: Saver, every: int | None, *, replicas: int) -> MemoryTier 
     from ckpt.memory.tier import MemoryTier
 
     meeting = Meeting(root.ranks, root.storage)
-    tier = MemoryTier(every, root.ranks, saver, meeting, Replicas(root.ranks, replicas))
+    cadence = _cadence_of(root, rate) if every == AUTO else None
+    tier = MemoryTier(every, root.ranks, saver, meeting, Replicas(root.ranks, replicas), cadence)
     if is_main:
         root.lock.call_when_taken(partial(_tell_held, weakref.ref(tier)))
     return tier
+
+
+def _cadence_of(root: RootWriter, rate: float | None) -> Cadence:
+    """What chooses the time between snapshots: on the main rank, which knows how often earlier processes failed."""
+    from ckpt.save.cadence import Cadence, Failures, Past  # a run that sets the time loads none of it
+
+    failures = Failures.known(count_hosts(), rate)  # refused on every rank alike
+    return Cadence.in_memory(failures, lambda: Past.of(History.of(root.storage)))
 
 
 def _tell_held(tier: weakref.ref[MemoryTier]) -> None:

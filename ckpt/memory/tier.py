@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ckpt.errors import CkptError, FullError, RanksError, StorageError
 from ckpt.memory.meeting import Meeting
@@ -18,12 +20,16 @@ from ckpt.memory.slots import SlotSaver, SlotWriter
 from ckpt.memory.statistics import Statistics
 from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together
 from ckpt.ranks.hosts import Hosts
+from ckpt.ranks.schedule_and_signals import SaveSchedule
 from ckpt.root.catalog import manifests_of_run
 from ckpt.save.capture import ComparisonHistory
 from ckpt.save.root_writer import Lineage, RootWriter
-from ckpt.save.saver import Saver
+from ckpt.save.saver import Saver, SaveReport
 from ckpt.save.transaction import SaveRequest
 from ckpt.storage import Storage
+
+if TYPE_CHECKING:
+    from ckpt.save.cadence import Cadence
 
 _log = logging.getLogger("ckpt")
 
@@ -42,10 +48,10 @@ def warn_of_unsaved(root: RootWriter, taken_at: int) -> None:
             )  # fmt: skip
 
 
-def warn_left_out(every: int) -> None:
+def warn_left_out(every: int | str) -> None:
     """Once: the snapshot before is still being written, or copied to the next host."""
     _log.warning(
-        "Skipped a memory snapshot: the previous one is still being written. Memory(every=%d) asks for snapshots "
+        "Skipped a memory snapshot: the previous one is still being written. Memory(every=%r) asks for snapshots "
         "too often for this machine. From now on, ckpt counts skipped snapshots without a warning.", every,
     )  # fmt: skip
 
@@ -64,24 +70,29 @@ _PATIENCE = 2.0  # seconds that the end of a failed run waits for the snapshot u
 
 @dataclass
 class MemoryTier:
-    """Takes a snapshot of the state into memory every `every` steps, and finds those that a killed run has left.
+    """Takes snapshots of the state into memory, so often as `every` says, and finds those that a killed run has left.
 
     `saver`: that of the root, whose writer numbers both and whose snapshot memory both use. `meeting`: finds and
-    makes the folder of this host. `replicas`: the copies that hosts keep of each other's snapshots. Whatever goes wrong
-    here is one line in the log, and never an error of the training, except that a rank is gone.
+    makes the folder of this host. `replicas`: the copies that hosts keep of each other's snapshots. `cadence`: chooses
+    the time between snapshots, if `every` is "auto". Whatever goes wrong here is one line in the log, and never an
+    error of the training, except that a rank is gone.
     """
 
-    every: int
+    every: int | str
     ranks: Ranks
     saver: Saver
     meeting: Meeting
     replicas: Replicas
+    cadence: Cadence | None = None
     statistics: Statistics = field(default_factory=Statistics)
     compared: ComparisonHistory = field(default_factory=ComparisonHistory)
     crashed_at: int | None = None  # the step that the run before had reached
     _slots: SlotSaver | None = None
     _error: Exception | None = None  # of the last snapshot
     _taken_at: int | None = None  # step at which one was due
+    _due_at: int | None = None
+    _asked_at: int = 0
+    _apart: int = 1  # steps between the last two for which the schedule asked
     _held_at: int | None = None  # step of the newest one that was begun and not given up
     continues: bool = False  # whether this run continues from what is in memory
     _is_settled: bool = False  # what was there before is this run's own, or was removed
@@ -94,6 +105,15 @@ class MemoryTier:
     _has_received: bool = False  # a snapshot from another host
     _peak: TrainingPeak = field(default_factory=TrainingPeak)
     is_off: bool = False
+
+    def __post_init__(self) -> None:
+        steps, time = (self.every, None) if isinstance(self.every, int) else (None, self.every)
+        self._apart = steps or 1
+        interval = time if self.cadence is None else self.cadence.after_step
+        if self.cadence is not None:
+            tier = weakref.ref(self)  # without a cycle: a root that nobody uses any more is free at once
+            self.cadence.busy = lambda: (found := tier()) is not None and found.busy
+        self._schedule = SaveSchedule(self.ranks, steps, interval, what="snapshot")
 
     @property
     def hosts(self) -> Hosts:
@@ -144,6 +164,9 @@ class MemoryTier:
         if self._is_settled or not self._meet():
             return
         self._is_settled = True
+        if self.cadence is not None and self.ranks.rank == MAIN:
+            self.cadence.begin()
+        self._schedule.restart()
         self.meeting.settle() if self.continues else self.meeting.forget()
 
     def stepped(self, step: int) -> None:
@@ -155,14 +178,22 @@ class MemoryTier:
         if not (self._is_settled or self.continues or self.is_off) and self._meet():
             self._take_root()
         self._has_trained = True
+        if self._slots is not None:
+            self._slots.reports.deliver()
         if self.meeting.place is not None and self._is_settled and self.ranks.rank == MAIN:
             with suppress(OSError):
                 write_step(self.meeting.place, step)
 
     def is_due(self, step: int) -> bool:
-        """Whether a snapshot is to be taken after this step. The same on every rank."""
-        due = step > 0 and step % self.every == 0 and step >= self._resume_at
-        return due and not self.is_off and step != self._taken_at
+        """Whether a snapshot is to be taken after this step. The same on every rank; all ask once after every step."""
+        is_asked_for = self._schedule.is_due(step)
+        if is_asked_for:
+            self._schedule.restart()
+            self._apart = self._schedule.steps or max(1, step - self._asked_at)
+            self._asked_at = step
+        is_due = is_asked_for and step >= self._resume_at and not self.is_off and step != self._taken_at
+        self._due_at = step if is_due else None
+        return is_due
 
     def is_to_prepare(self, step: int) -> bool:
         """Whether memory is to be made ready after this step, the first of a run. The same on every rank.
@@ -170,7 +201,7 @@ class MemoryTier:
         A run that continues from memory has its pages already.
         """
         is_over = self._is_prepared or self.continues or self.is_off or self._taken_at is not None
-        return step > 0 and not is_over and not self.is_due(step)
+        return step > 0 and not is_over and self._due_at != step
 
     def prepare(self, request: SaveRequest, step: int) -> None:
         """Begin to make the memory of the first snapshot ready, if it is large. Every rank makes this call."""
@@ -337,7 +368,13 @@ class MemoryTier:
             self._slots = SlotSaver(writer, self.saver.snapshots, read_back=False, channel="memory")
             self._slots.compared = self.compared
             self._slots.after_commit = lambda name: self.replicas.exchange(name, self.meeting.place)
+            if self.cadence is not None:
+                self._slots.reports.callbacks.append(self._note)
         return self._slots
+
+    def _note(self, report: SaveReport) -> None:
+        assert self.cadence is not None
+        self.cadence.saved(report.blocked, report.durable)
 
     def _close_slots(self) -> None:
         self.wait()
@@ -360,7 +397,7 @@ class MemoryTier:
             self.meeting.remove()
             self._held_at = None
         self._error = None
-        self._resume_at = step + self._pause * self.every
+        self._resume_at = step + self._pause * self._apart
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         if self.ranks.rank == MAIN:
             report_off_until(self._resume_at, verdict["why"], again="room" in self._said)

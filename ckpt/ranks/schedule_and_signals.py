@@ -283,7 +283,7 @@ class SaveSchedule:
 
     `steps`, `time`: after how many, and how much, as text, or as a function that rank 0 calls after every step. Time is
     that of rank 0's clock since the last save or load; the other ranks learn of it, and all save after the same step,
-    which is one of the next. `on_sigusr1`: so they do when any of them gets that signal.
+    which is one of the next. `on_sigusr1`: so they do when any of them gets that signal. `what`: not the same for two.
     """
 
     def __init__(
@@ -293,12 +293,13 @@ class SaveSchedule:
         time: str | Callable[[], float] | None = None,
         *,
         on_sigusr1: bool = False,
+        what: str = "save",
     ) -> None:
         self._main = ranks.rank == MAIN
-        self._steps = steps
+        self.steps = steps
         seconds = parse_duration(time)
         self._seconds = time if callable(time) else None if seconds is None else lambda: seconds
-        self._common = CommonStep(ranks, "save") if self._seconds is not None or on_sigusr1 else None
+        self._common = CommonStep(ranks, what) if self._seconds is not None or on_sigusr1 else None
         self._signal = SignalListener(signal.SIGUSR1, self._told) if on_sigusr1 else None
         self.restart()
 
@@ -318,7 +319,7 @@ class SaveSchedule:
     def is_due(self, step: int) -> bool:
         """Whether to save after this step. Every rank asks after every step."""
         asked = self._common is not None and self._is_asked_for(self._common, step)
-        return asked or bool(self._steps and step and step % self._steps == 0)
+        return asked or bool(self.steps and step and step % self.steps == 0)
 
     def _is_asked_for(self, common: CommonStep, step: int) -> bool:
         if self._main and self._seconds is not None and time.monotonic() - self._since >= self._seconds():

@@ -1,5 +1,5 @@
 """How often to save: what an interval loses, the one that loses least, and the run that finds it with
-`save_every="auto"`.
+`save_every="auto"` and `memory="auto"`.
 
 Saves cost training time, and a failure costs what was trained since the last durable checkpoint. Daly's formula, whose
 first term is Young's, balances the two for failures that come at random. `ckpt plan` reckons with the same functions.
@@ -14,7 +14,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from ckpt.errors import ConfigError
@@ -29,6 +29,7 @@ VARIABLE = "CKPT_FAILURES_PER_NODE_DAY"
 _log = logging.getLogger("ckpt")
 
 SHORTEST = 60.0  # a minute that is lost is little, and a disk that is never idle keeps others waiting
+SHORTEST_IN_MEMORY = 5.0
 LONGEST = 3600.0  # published rates count neither preemptions nor mistakes, which end runs too
 _IDLE = 2  # a save begins no earlier than after so many times what one takes until it is durable
 _CHEAP = 0.01  # the longest interval is longer where saves would cost training more than this share
@@ -48,9 +49,9 @@ def best_interval(save: float, every: float) -> float:
     return math.sqrt(2 * save * every) * (1 + math.sqrt(part) / 3 + part / 9) - save
 
 
-def bounded(interval: float, save: float, durable: float) -> float:
+def bounded(interval: float, save: float, durable: float, shortest: float | None = None) -> float:
     """The interval, neither so short that the disk is never idle, nor longer than an hour where saves cost little."""
-    shortest = max(SHORTEST, _IDLE * durable)
+    shortest = max(SHORTEST if shortest is None else shortest, _IDLE * durable)
     return min(max(interval, shortest), max(LONGEST, save / _CHEAP, shortest))
 
 
@@ -202,12 +203,17 @@ def _log_change(interval: float, why: str) -> None:
     _log.info('save_every="auto": ckpt saves every %s from now on, because %s', spelled(interval), why)
 
 
+def _log_change_in_memory(interval: float, why: str) -> None:
+    _log.info('memory="auto": ckpt takes a snapshot every %s from now on, because %s', spelled(interval), why)
+
+
 @dataclass
 class Cadence:
     """Decides, on the main rank, how long a run waits between saves: by what it has measured, and by how often it dies.
 
     `past`: reads what was measured before. `busy`: whether a save is under way. `slowed`: is told by how much each save
-    slows the steps down. `tell`: is told the interval and why, when that has changed noticeably.
+    slows the steps down. `tell`: is told the interval and why, when that has changed noticeably. `shortest`: the bound
+    of snapshots in memory, if it is those that it is about.
     """
 
     failures: Failures
@@ -215,11 +221,17 @@ class Cadence:
     busy: Callable[[], bool] = bool
     slowed: Callable[[float], object] = bool
     tell: Callable[[float, str], None] = _log_change
+    shortest: float | None = None
     interval: float = 0.0  # the shortest, until there is something to reckon with
     _steps: SlowSteps = field(default_factory=SlowSteps)
     _earlier: Past = field(default_factory=Past)
     _saves: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_LAST))
     _began: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def in_memory(cls, failures: Failures, past: Callable[[], Past]) -> Cadence:
+        """That of snapshots in memory. What they cost is measured anew by every process."""
+        return cls(failures, lambda: replace(past(), saves=()), tell=_log_change_in_memory, shortest=SHORTEST_IN_MEMORY)
 
     def begin(self) -> None:
         """Start with what was measured before."""
@@ -241,16 +253,17 @@ class Cadence:
 
     def _decide(self, running: float) -> None:
         if not self._saves:
-            self.interval = SHORTEST
+            self.interval = SHORTEST if self.shortest is None else self.shortest
             return
         save, durable = Past(tuple(self._saves)).save
         every, source = self.failures.every(self._earlier, running)
-        found = bounded(best_interval(save, every), save, durable)
+        found = bounded(best_interval(save, every), save, durable, self.shortest)
         if self.interval / _NOTICEABLE < found < self.interval * _NOTICEABLE:
             return
         self.interval = found
         nodes = "its node fails" if self.failures.nodes == 1 else f"one of its {self.failures.nodes:,} nodes fails"
-        cost = f"a save costs training {save:.2g} s and is durable after {spelled(durable)}"
+        what, done = ("save", "durable") if self.shortest is None else ("snapshot", "complete")
+        cost = f"a {what} costs training {save:.2g} s and is {done} after {spelled(durable)}"
         self.tell(found, f"{cost}, and {nodes} about every {spelled(every)} ({source}).")
 
 

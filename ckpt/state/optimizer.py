@@ -111,8 +111,9 @@ class OptimizerPart:
     def adopt_rates(self, about: Mapping[str, Any]) -> str | None:
         """What to say if the script was given other learning rates than the run whose state this is began with."""
         there, here = about.get("first_lr"), _first_rates[self.optimizer]
-        is_said = isinstance(there, list) and all(isinstance(rate, int | float) for rate in there)
-        if not is_said or len(there) != len(here) or there == here:
+        if not isinstance(there, list) or len(there) != len(here) or there == here:
+            return None
+        if not all(isinstance(rate, int | float) for rate in there):
             return None
         _first_rates[self.optimizer] = there
         changed = [(old, new) for old, new in zip(there, here, strict=True) if old != new]

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -13,14 +14,18 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
 from ckpt.memory import room
 from ckpt.memory.room import Room, View, verdict_of
 from ckpt.memory.tier import MemoryTier
+from ckpt.ranks import schedule_and_signals
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
+from ckpt.save import cadence
 from ckpt.storage.local.volatile import VolatileStorage
 from tests.helpers.namespaces import with_tmpfs
+from tests.helpers.processes import run_ranks
 from tests.helpers.stateful import Stateful
 from tests.memory.deserted import wait_until
 
@@ -398,3 +403,53 @@ class TestVerdict:
         assert verdict_of(views, hosts, copies=True)["do"] == "give way"
         views[0] = self.view(room=self.have(8 * MB))
         assert verdict_of(views, hosts, copies=True)["do"] == "save"
+
+
+def _train_until_killed(rank: int, folder: str, name: str, kill: bool, when: str) -> None:
+    """A line for each step: its loss, and the step of the newest snapshot. The shortest interval is short here."""
+    os.environ["CKPT_MEMORY_DIR"] = f"{folder}/memory"
+    cadence.SHORTEST_IN_MEMORY = cadence.LONGEST = 0.05
+    cadence._CHEAP = 1.0
+    schedule_and_signals._POLL = 0.0
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    batches = list(torch.arange(120.0).reshape(60, 1, 2))
+    with ckpt.StateManager(f"{folder}/{name}", model=model, optimizer=optimizer, memory=when) as manager:
+        for _ in manager.epochs(1):
+            for batch in manager.batches(batches):
+                time.sleep(0.02)
+                loss = model(batch).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                manager.step()
+                with Path(folder, f"{name}-{rank}").open("a") as file:
+                    print(manager.progress.step, loss.item(), tier_of(manager)._held_at, file=file)
+                if kill and manager.progress.step == 40:
+                    tier_of(manager).wait()
+                    os.kill(os.getpid(), signal.SIGKILL)
+        assert not kill
+        assert manager.restored is None or manager.restored.from_memory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["auto", "0.1s"])
+def test_by_time_or_as_is_best_all_ranks_take_the_same_snapshots_and_a_killed_run_is_back_from_one(
+    tmp_path: Path, when: str
+) -> None:
+    run_ranks(2, _train_until_killed, str(tmp_path), "straight", False, when)
+    assert -signal.SIGKILL in run_ranks(2, _train_until_killed, str(tmp_path), "killed", True, when, dies=True)
+    run_ranks(2, _train_until_killed, str(tmp_path), "killed", False, when)
+    lines = {
+        (name, rank): [line.split() for line in (tmp_path / f"{name}-{rank}").read_text().splitlines()]
+        for name in ("straight", "killed") for rank in range(2)
+    }  # fmt: skip
+    for name in ("straight", "killed"):
+        assert [line[::2] for line in lines[name, 0]] == [line[::2] for line in lines[name, 1]]
+        taken = {line[2] for line in lines[name, 0]} - {"None"}
+        assert 3 < len(taken) < 40, taken
+    for rank in range(2):
+        losses = {step: loss for step, loss, _ in lines["straight", rank]}
+        assert all(losses[step] == loss for step, loss, _ in lines["killed", rank])
+    assert 0 < int(lines["killed", 0][40][0]) - 1 <= 40, "it continues from a snapshot"
