@@ -82,8 +82,8 @@ class StateManager:
         storage_options: Credentials, endpoint and the like for a URL, as its fsspec filesystem takes them.
         saving: How ckpt captures and writes checkpoints.
         ranks: How the ranks of a job find each other, and how they stop.
-        memory: Steps or time between snapshots in the hosts' memory, `"auto"`, or a `Memory`. A restart on the same machines resumes from
-            these snapshots.
+        memory: Steps or time between snapshots in the hosts' memory, `"auto"`, or a `Memory`. A restart on the same
+            machines resumes from these snapshots.
         signing: The key that signs checkpoints, and the keys to trust; None takes them from the environment.
     """
 

@@ -1,5 +1,5 @@
-"""Lightning: a plugin through which Trainer and Fabric save and load, and a callback for the random generators and
-the order of the data.
+"""Lightning: a plugin through which Trainer and Fabric save and load, and a callback for the random generators, the
+order of the data, and strategies that shard the model.
 """
 
 from __future__ import annotations
@@ -17,16 +17,20 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from ckpt.compat.lightning import begin_data
 from ckpt.data.progress import Progress
-from ckpt.errors import ConfigError, DamagedError, UnsupportedError
+from ckpt.errors import ConfigError, DamagedError, MismatchError, UnsupportedError
+from ckpt.export.load_model import load_model
 from ckpt.formats.checkpoint_name import check_name
 from ckpt.formats.native.documents import decode_inline, encode_inline
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.reader import CheckpointReader
-from ckpt.load.select import Selection, choose
+from ckpt.load.select import Candidate, Choice, Selection, choose
+from ckpt.manager import StateManager
+from ckpt.options import RankOptions, SaveOptions
 from ckpt.ranks.consensus import MAIN, Ranks, SingleProcess
 from ckpt.ranks.find import find_ranks
 from ckpt.root.verify import problems
@@ -117,6 +121,7 @@ _SINGLE = "checkpoint"  # a single part, where entries have names that no file c
 _GENERATORS = "ckpt_generators"
 _WEIGHTS = "state_dict"  # the key of a model's weights in Lightning's checkpoints
 _MODEL = "model"  # the part in which other tools expect them
+_BESIDE = "lightning"  # the part beside a sharded model and its optimizers: everything else in Lightning's checkpoint
 
 
 class CkptIO(CheckpointIO):  # type: ignore[misc]
@@ -137,6 +142,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
     def __init__(self, *, background: bool = True) -> None:
         self._background = background
         self._savers: dict[str, Saver] = {}
+        self._managers: dict[str, tuple[StateManager, Beside]] = {}  # under a strategy that shards the model
         self._to_remove: list[str] = []  # checkpoints to remove once their replacement is committed
 
     @staticmethod
@@ -158,8 +164,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
         """Capture the state and write it. An error of the previous save is raised here."""
-        if storage_options is not None:
-            raise ConfigError("CkptIO accepts no storage_options: it saves to the path that Lightning passes.")
+        _refuse_storage_options(storage_options)
         root, name = _split_path(path)
         self._finish_saves()
         request = request_of(check_name(name), checkpoint)
@@ -173,17 +178,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         root, name = _split_path(path)
         self._finish_saves()
         storage, place = open_storage(root), _allocator(map_location)
-        with ExitStack() as held:
-            choice = choose(
-                Selection(
-                    tiers=(storage,),
-                    ranks=SingleProcess(),
-                    prepare=lambda candidate: _read(CheckpointReader(storage, candidate.manifest, MAIN), place),
-                    name=name,
-                ),
-                held,
-            )
-        assert choice is not None  # with a name, a missing checkpoint is an error
+        choice = _choose(storage, name, lambda reader: _read(reader, place), sharded=False)
         self.saver_of(storage).root.follow(choice.manifest, ())
         return choice.ready
 
@@ -196,9 +191,10 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
     def teardown(self) -> None:
         """Wait until everything is committed, and release the roots."""
         self._finish_saves()
-        for saver in self._savers.values():
-            saver.close()
+        for place, saver in self._savers.items():
+            (self._managers[place][0] if place in self._managers else saver).close()
         self._savers.clear()
+        self._managers.clear()
 
     def saver_of(self, storage: Storage) -> Saver:
         """The saver of a folder of checkpoints, of which there is one."""
@@ -207,6 +203,26 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
             # Lightning decides what to resume from, and may start afresh in the same folder; only its main rank saves
             self._savers[place] = Saver(RootWriter(storage, SingleProcess(), lineage=Lineage(has_resumed=True)))
         return self._savers[place]
+
+    def sharded(self, root: str, strategy: Strategy) -> tuple[StateManager, Beside]:
+        """The manager of a folder's checkpoints, for what a strategy has sharded; and what else they hold."""
+        self._finish_saves()
+        storage = open_storage(root)
+        place = place_of(storage)
+        if place not in self._managers:
+            optimizers, beside = strategy.optimizers, Beside({})
+            manager = StateManager(
+                storage,
+                model=strategy.model,
+                optimizer=optimizers[0] if len(optimizers) == 1 else optimizers,
+                saving=SaveOptions(background=self._background),
+                ranks=RankOptions(handle_sigterm=False),  # Lightning answers it
+            )
+            manager.register(**{_BESIDE: beside})
+            manager.session.saves.unmanaged.quiet = manager.session.loop.quiet = True  # Lightning decides when to save
+            self._managers[place], self._savers[place] = (manager, beside), manager.session.saver
+            self._savers[place].root.lineage.has_resumed = True  # as in `saver_of`
+        return self._managers[place]
 
     def _finish_saves(self) -> None:
         """Wait for saves under way, then remove the checkpoints that they replace."""
@@ -220,7 +236,8 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
 
 class CkptGenerators(Callback):  # type: ignore[misc]
     """Saves every rank's random generators, which Lightning does not save, so that dropout and shuffling resume
-    exactly.
+    exactly. `FSDPStrategy` and `ModelParallelStrategy` bypass `CkptIO`, unless you add this callback: each rank then
+    saves its own shards.
 
         Trainer(plugins=[CkptIO()], callbacks=[ModelCheckpoint("checkpoints"), CkptGenerators()])
 
@@ -237,6 +254,13 @@ class CkptGenerators(Callback):  # type: ignore[misc]
         self._ranks: Ranks | None = None
         self._to_restore: list[str] = []  # the saved generators of every rank
         self._position: LoaderPosition | None = None  # to go to
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        strategy, own = trainer.strategy, type(trainer.strategy)
+        shards = issubclass(own, FSDPStrategy | ModelParallelStrategy) and not issubclass(own, ShardedStrategy)
+        if shards and isinstance(strategy.checkpoint_io, CkptIO):  # which it would save through at most, and never load
+            described = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
+            strategy.__class__ = type(own.__name__, (ShardedStrategy, own), described)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         mine = json.dumps(encode_inline(rng.capture(), _GENERATORS, []))
@@ -286,6 +310,58 @@ class Entry:
         self.value = state
 
 
+class Beside(Entry):
+    """What Lightning's checkpoint has beside a sharded model and its optimizers. Lightning takes rank 0's, too."""
+
+    of_main_rank = True
+
+
+class ShardedStrategy(Strategy):  # type: ignore[misc]
+    """Put before the class of a strategy that shards the model and bypasses its `CheckpointIO`: a manager saves and
+    loads the live model and optimizers, and beside them what else Lightning's checkpoint has.
+    """
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return {}  # Lightning's own gathers the model, or copies it while training waits
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        _refuse_storage_options(storage_options)
+        if "optimizer_states" not in checkpoint:
+            raise ConfigError(
+                f"under {type(self).__name__}, CkptIO always saves everything, so save_weights_only=True has no "
+                "effect. Leave it out, and get the model from a checkpoint with `ckpt merge`."
+            )
+        root, name = _split_path(self.broadcast(filepath))
+        manager, beside = self.checkpoint_io.sharded(root, self)
+        beside.value = {key: value for key, value in checkpoint.items() if key not in (_WEIGHTS, "optimizer_states")}
+        progress = _progress(checkpoint)
+        manager.progress.step, manager.progress.epoch = progress.step, progress.epoch
+        with advised():
+            manager.save_state(name)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load into the live objects, and return what Lightning itself restores."""
+        path, module = self.broadcast(checkpoint_path), self.lightning_module
+        root, name = _split_path(path)
+        choice = _choose(open_storage(root), name, _read_beside, sharded=True)
+        if module.trainer.state.fn == "fit":
+            self.checkpoint_io.sharded(root, self)[0].load_state(name, strict=module.strict_loading)
+        else:
+            load_model(path, self.model, strict=module.strict_loading)
+        return choice.ready
+
+    def teardown(self) -> None:
+        self.checkpoint_io.teardown()
+        super().teardown()
+
+
 class Weights(Entry):
     """The model's weights: the name of this class in a manifest marks a part to be renamed on load."""
 
@@ -318,6 +394,40 @@ def advised() -> Iterator[None]:
             "dict(...), OmegaConf.to_container(...)), or save_hyperparameters(ignore=...)."
         )
         raise UnsupportedError(Lines.of([str(error), advice]), error.problems) from error
+
+
+def _refuse_storage_options(given: Any) -> None:
+    if given is not None:
+        raise ConfigError("CkptIO accepts no storage_options: it saves to the path that Lightning passes.")
+
+
+def _choose(
+    storage: Storage, name: str, read: Callable[[CheckpointReader], dict[str, Any]], *, sharded: bool
+) -> Choice[dict[str, Any]]:
+    """The checkpoint of that name, and what is read of it. Refuses one of strategies that save in another way."""
+
+    def prepare(candidate: Candidate) -> dict[str, Any]:
+        reader = CheckpointReader(storage, candidate.manifest, MAIN)
+        if sharded is not (_BESIDE in reader.parts and reader.kind(_BESIDE) == Beside.__name__):
+            kinds = ("FSDPStrategy or ModelParallelStrategy", "a strategy that does not shard the model")
+            saved, here = kinds if not sharded else kinds[::-1]
+            raise MismatchError(
+                f"{name} was saved under {saved}, and this run is under {here}. Resume with the strategy that saved "
+                f"it, or load only the model: ckpt.load_model({f'{storage.url}/{name}'!r}, model)."
+            )
+        return read(reader)
+
+    with ExitStack() as held:
+        choice = choose(Selection(tiers=(storage,), ranks=SingleProcess(), prepare=prepare, name=name), held)
+    assert choice is not None  # with a name, a missing checkpoint is an error
+    return choice
+
+
+def _read_beside(reader: CheckpointReader) -> dict[str, Any]:
+    value = reader.ask(_BESIDE)
+    reader.read_new()
+    found: dict[str, Any] = value()
+    return found
 
 
 def _read(reader: CheckpointReader, place: Callable[[SavedTensor], Any]) -> dict[str, Any]:

@@ -163,6 +163,7 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, s
 def exact(value: Any) -> str:
     """A text that two values share only if they are equal in every bit."""
     if isinstance(value, torch.Tensor):
+        value = getattr(value, "to_local", lambda: value)()  # this rank's shard
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return f"{value.dtype}{list(value.shape)}{hashlib.sha256(data).hexdigest()}"
     if isinstance(value, dict):

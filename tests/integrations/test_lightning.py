@@ -16,7 +16,10 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -25,17 +28,19 @@ from ckpt.integrations.lightning import CkptGenerators, CkptIO
 from tests.helpers.places import intact
 from tests.helpers.processes import run_here, run_ranks, seed_everything
 from tests.helpers.training import exact
+from tests.helpers.variations import cells
 
 pytestmark = pytest.mark.slow  # Lightning alone is imported for three seconds
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 STEPS = 48
+KILLED_AT = 28  # in the fifth epoch of two ranks, which has six steps; it was saved after the 25th
 
 
 class Regression(lightning.LightningModule):  # type: ignore[misc]
-    """A curve through random points, with dropout and a schedule. Records every loss, and may be killed."""
+    """A curve through random points, with dropout and a schedule. Records every loss, and may be killed or fail."""
 
-    def __init__(self, record: str = "", killed_at: int = -1) -> None:
+    def __init__(self, record: str = "", killed_at: int = -1, fails_at: int = -1) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.curve = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
@@ -43,6 +48,8 @@ class Regression(lightning.LightningModule):  # type: ignore[misc]
     def training_step(self, batch: Any, index: int) -> Any:
         if self.global_step == self.hparams.killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.global_step == self.hparams.fails_at:
+            raise ArithmeticError
         loss = nn.functional.mse_loss(self.curve(batch[0]), batch[1])
         if self.hparams.record:
             with open(self.hparams.record, "a") as file:
@@ -55,6 +62,29 @@ class Regression(lightning.LightningModule):  # type: ignore[misc]
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class Sharded(Regression):
+    """Sharded by FSDP 2, or, where the strategy is for FSDP 1, by that."""
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, FSDP1):
+            options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": True}
+            for index in (0, 2):
+                self.curve[index] = FullyShardedDataParallel(self.curve[index], **options)
+        else:
+            for module in (self.curve[0], self.curve[2], self):
+                fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
+
+class FSDP1(FSDPStrategy):  # type: ignore[misc]
+    """Lightning refuses its FSDPStrategy where there is no GPU, but not a subclass of it."""
+
+
+def strategy(name: str) -> Any:
+    if name == "FSDP 2":
+        return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    return FSDP1() if name == "FSDP 1" else name
 
 
 def points() -> TensorDataset:
@@ -73,19 +103,21 @@ def positioned_loader(world_size: int) -> Any:
     return StatefulDataLoader(points(), batch_size=4, sampler=DistributedSampler(points()))
 
 
-def launched(rank: int, world_size: int) -> dict[str, Any]:
+def launched(rank: int, world_size: int, parallel: str = "ddp") -> dict[str, Any]:
     """The options of a trainer with `CkptIO` in a rank of several, or alone."""
     if world_size == 1:
         return {"plugins": [CkptIO()]}
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({key: str(value) for key, value in ranks.items()})
-    return {"devices": world_size, "strategy": "ddp", "plugins": [CkptIO(), TorchElasticEnvironment()]}
+    return {"devices": world_size, "strategy": strategy(parallel), "plugins": [CkptIO(), TorchElasticEnvironment()]}
 
 
-def fit(rank: int, folder: str, kind: str, world_size: int, killed_at: int) -> None:
+def fit(
+    rank: int, folder: str, kind: str, world_size: int, killed_at: int, parallel: str = "ddp", fails_at: int = -1
+) -> None:
     """Train from the newest intact checkpoint on, or afresh, until the end or the kill."""
-    together = launched(rank, world_size)
-    model = Regression(str(Path(folder, f"losses-{rank}")), killed_at)
+    together = launched(rank, world_size, parallel)
+    model = (Regression if parallel == "ddp" else Sharded)(str(Path(folder, f"losses-{rank}")), killed_at, fails_at)
     every = {"in the middle": 5, "at the last batch of an epoch": 12 // world_size}.get(kind)
     often = {"every_n_train_steps": every} if every else {}
     callbacks = [ModelCheckpoint(Path(folder, "checkpoints"), save_top_k=2, monitor="step", mode="max", **often)]
@@ -94,13 +126,23 @@ def fit(rank: int, folder: str, kind: str, world_size: int, killed_at: int) -> N
     validation = DataLoader(points(), batch_size=16) if kind == "after validation" else None
     run.fit(model, data, validation, ckpt_path=CkptIO.newest(Path(folder, "checkpoints")))
     Path(folder, f"weights-{rank}").write_text(exact(model.state_dict()))
+    Path(folder, f"optimizer-{rank}").write_text(exact([optimizer.state_dict() for optimizer in run.optimizers]))
 
 
 def fit_and_be_killed(rank: int, straight: str, killed: str, kind: str, world_size: int) -> None:
     """Both in the same process: to import Lightning takes longer than to train with it."""
     fit(rank, straight, kind, world_size, -1)
     seed_everything(rank)
-    fit(rank, killed, kind, world_size, 32)
+    fit(rank, killed, kind, world_size, KILLED_AT)
+
+
+def assert_equal(straight: Path, other: Path, world_size: int) -> None:
+    for rank in range(world_size):
+        assert last_of_each_step(other, rank) == last_of_each_step(straight, rank)
+        assert len(last_of_each_step(straight, rank)) == STEPS
+        for kind in ("weights", "optimizer"):
+            assert (other / f"{kind}-{rank}").read_text() == (straight / f"{kind}-{rank}").read_text()
+    assert intact(other / "checkpoints")
 
 
 def last_of_each_step(folder: Path, rank: int) -> dict[str, str]:
@@ -147,11 +189,79 @@ def test_a_fit_that_was_killed_and_resumes_equals_one_that_was_not(tmp_path: Pat
     assert CkptIO.newest(killed / "checkpoints") is not None
     again = (fit, str(killed), kind, world_size, -1)
     assert (run_ranks(world_size, *again) if world_size > 1 else [run_here(*again)]) == [0] * world_size
-    for rank in range(world_size):
-        assert last_of_each_step(killed, rank) == last_of_each_step(straight, rank)
-        assert len(last_of_each_step(straight, rank)) == STEPS
-        assert (killed / f"weights-{rank}").read_text() == (straight / f"weights-{rank}").read_text()
-    assert intact(killed / "checkpoints")
+    assert_equal(straight, killed, world_size)
+
+
+Sharding = dict[str, str]  # by what, and where it is saved
+
+
+def fit_in_shards_and_end_early(rank: int, folder: str, sharding: Sharding) -> None:
+    """With each strategy: once to the end, and once until an error, or, with FSDP 2, a kill."""
+    for parallel, kind in sharding.items():
+        fit(rank, f"{folder}/{parallel}/straight", kind, 2, -1, parallel)
+        seed_everything(rank)
+        if parallel == "FSDP 2":
+            fit(rank, f"{folder}/{parallel}/again", kind, 2, KILLED_AT, parallel)
+        with pytest.raises(ArithmeticError):
+            fit(rank, f"{folder}/{parallel}/again", kind, 2, -1, parallel, KILLED_AT)
+        seed_everything(rank)
+
+
+def resume_in_shards(rank: int, folder: str, sharding: Sharding) -> None:
+    for parallel, kind in sharding.items():
+        seed_everything(rank)
+        fit(rank, f"{folder}/{parallel}/again", kind, 2, -1, parallel)
+        saved = CkptIO.newest(f"{folder}/{parallel}/straight/checkpoints")
+        model, evaluation = Sharded(), DataLoader(points(), batch_size=16)
+        lightning.Trainer(callbacks=[CkptGenerators()], **launched(rank, 2, parallel), **QUIET).validate(
+            model, evaluation, ckpt_path=saved, verbose=False
+        )
+        state = model.state_dict().items()
+        whole = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in state}
+        Path(folder, parallel, f"validated-{rank}").write_text(exact(whole))
+    for callback, path, error in (
+        (ModelCheckpoint(folder, save_weights_only=True, every_n_train_steps=1), None, "`ckpt merge`"),
+        (ModelCheckpoint(folder), f"{folder}/whole.ckpt", r"saved under a strategy that does not shard.*load_model\("),
+    ):
+        run = lightning.Trainer(
+            max_steps=1, callbacks=[callback, CkptGenerators()], **launched(rank, 2, "FSDP 2"), **QUIET
+        )
+        with pytest.raises(ckpt.CkptError, match=error):
+            run.fit(Sharded(), positioned_loader(2), ckpt_path=path)
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    cells(
+        [
+            {"FSDP 1": "at the end of an epoch", "FSDP 2": "in the middle"},
+            {"FSDP 1": "in the middle", "FSDP 2": "at the end of an epoch"},
+        ],
+        often=[{"FSDP 1": "at the end of an epoch", "FSDP 2": "in the middle"}],
+    ),
+)
+def test_fits_under_fsdp_that_failed_or_were_killed_and_resume_equal_those_that_did_not(
+    tmp_path: Path, sharding: Sharding
+) -> None:
+    for parallel in sharding:
+        (tmp_path / parallel / "straight").mkdir(parents=True)
+        (tmp_path / parallel / "again").mkdir()
+    plugin = CkptIO()
+    plugin.save_checkpoint(ODD, tmp_path / "whole.ckpt")
+    plugin.teardown()
+    assert run_ranks(2, fit_in_shards_and_end_early, str(tmp_path), sharding, dies=True) == [-signal.SIGKILL] * 2
+    assert run_ranks(2, resume_in_shards, str(tmp_path), sharding) == [0, 0]
+    for parallel in sharding:
+        assert_equal(tmp_path / parallel / "straight", tmp_path / parallel / "again", 2)
+        saved, model = str(CkptIO.newest(tmp_path / parallel / "again" / "checkpoints")), Regression()
+        assert len([*Path(saved, "model").iterdir()]) == 2  # each rank has written its own shards
+        ckpt.load_model(saved, model)
+        for rank in range(2):
+            assert exact(model.state_dict()) == (tmp_path / parallel / f"validated-{rank}").read_text()
+    with pytest.raises(
+        ckpt.MismatchError, match=r"was saved under FSDPStrategy or ModelParallelStrategy.*load_model\("
+    ):
+        plugin.load_checkpoint(saved)
 
 
 def test_what_is_let_go_goes_when_its_successor_is_committed(tmp_path: Path) -> None:

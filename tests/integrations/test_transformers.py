@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -51,7 +52,24 @@ def classifier() -> Any:
     return BertForSequenceClassification(BertConfig(vocab_size=50, num_labels=2, **size))
 
 
-def trainer(folder: Path, *callbacks: Any, world_size: int = 1, **arguments: Any) -> Any:
+def write_llama(folder: Path) -> None:
+    """Weights for `sharded_classifier`."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(1)
+    size = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
+    config = LlamaConfig(vocab_size=50, num_labels=2, pad_token_id=0, attention_dropout=0.1, **size)
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+
+
+def sharded_classifier(folder: Path) -> Any:
+    """A model that transformers shards with FSDP 2 as it loads it: what there is of FSDP for a Trainer on CPUs."""
+    from transformers import DistributedConfig, LlamaForSequenceClassification
+
+    return LlamaForSequenceClassification.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=2))
+
+
+def trainer(folder: Path, *callbacks: Any, world_size: int = 1, model: Any = None, **arguments: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
     usual = {
@@ -67,7 +85,7 @@ def trainer(folder: Path, *callbacks: Any, world_size: int = 1, **arguments: Any
     }
     args = TrainingArguments(str(folder / "output"), **{**usual, **arguments})
     data = {"train_dataset": Sentences(56), "eval_dataset": Sentences(16)}
-    return with_callbacks(Trainer(classifier(), args, **data), callbacks)
+    return with_callbacks(Trainer(classifier() if model is None else model, args, **data), callbacks)
 
 
 def with_callbacks(built: Any, callbacks: Iterable[Any]) -> Any:
@@ -136,11 +154,26 @@ def killed_with(callback: Any, step: int) -> Any:
     return Killed()
 
 
-def train(rank: int, folder: str, world_size: int, killed_at: int, **options: Any) -> None:
+def record_losses(run: Any, file: Path) -> None:
+    """Append the loss of every batch, with the step before it and its number in the step."""
+    compute, count = run.compute_loss, itertools.count()
+
+    def recorded(model: Any, *given: Any, **named: Any) -> Any:
+        loss = compute(model, *given, **named)
+        if model.training:
+            with file.open("a") as lines:
+                lines.write(f"{run.state.global_step}.{next(count) % 2} {loss.item().hex()}\n")
+        return loss
+
+    run.compute_loss = recorded
+
+
+def train(rank: int, folder: str, world_size: int, killed_at: int, sharded: bool = False, **options: Any) -> None:
     """Train, resuming if there is something to resume, until the end or the kill."""
     if world_size > 1:
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-        os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        # without a number of threads, Accelerate gives each rank all cores
+        os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT="0", OMP_NUM_THREADS="1")
     evaluated: dict[str, Any] = {
         "eval_strategy": "steps",
         "eval_steps": 3,
@@ -149,35 +182,60 @@ def train(rank: int, folder: str, world_size: int, killed_at: int, **options: An
     }
     ours = kept(Path(folder, "root"), ranks=ckpt.RankOptions(timeout=60), **options)
     killed = killed_with(ours, killed_at) if options else signalling(killed_at, signal.SIGKILL)
+    if sharded:
+        evaluated |= {"model": sharded_classifier(Path(folder, "..", "llama")), "save_only_model": True}
     run = trainer(Path(folder), ours, killed, world_size=world_size, **evaluated)
+    run.args.save_only_model = False  # a Trainer can't resume such a model, so that it is built with nothing else
+    record_losses(run, Path(folder, f"losses-{rank}"))
     run.train(resume_from_checkpoint=True)
     Path(folder, f"log-{rank}").write_text(json.dumps(logged(run.state.log_history), sort_keys=True))
     Path(folder, f"weights-{rank}").write_text(exact(run.model.state_dict()))
 
 
-def train_and_be_killed(rank: int, straight: str, killed: str, world_size: int) -> None:
+def train_and_be_killed(rank: int, straight: str, killed: str, world_size: int, sharded: bool) -> None:
     """Both in the same process: to import transformers takes longer than to train with it."""
-    train(rank, straight, world_size, -1)
+    train(rank, straight, world_size, -1, sharded)
     seed_everything(rank)
-    train(rank, killed, world_size, 11)
+    train(rank, killed, world_size, 11, sharded)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_trainer_that_was_killed_and_resumes_equals_one_that_was_not(tmp_path: Path, world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "sharded"), [(1, False), (2, False), (2, True)])
+def test_a_trainer_that_was_killed_and_resumes_equals_one_that_was_not(
+    tmp_path: Path, world_size: int, sharded: bool
+) -> None:
+    if sharded:
+        from transformers.distributed import DistributedConfig
+
+        if not hasattr(DistributedConfig, "fsdp_size"):
+            pytest.skip("this version of Trainer keeps every model on every rank, where there is no GPU")
+        write_llama(tmp_path / "llama")
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     for folder in (straight, killed):
         folder.mkdir()
-    both = (str(straight), str(killed), world_size)
+    both = (str(straight), str(killed), world_size, sharded)
     assert run_ranks(world_size, train_and_be_killed, *both, dies=True) == [-signal.SIGKILL] * world_size
     assert names(killed / "root")[0] in ("step-00000006", "step-00000009")
-    again = (train, str(killed), world_size, -1)
+    again = (train, str(killed), world_size, -1, sharded)
     assert (run_ranks(world_size, *again) if world_size > 1 else [run_here(*again)]) == [0] * world_size
     results = [f"{kind}-{rank}" for kind in ("log", "weights") for rank in range(world_size)]
     assert [name for name in results if (killed / name).read_bytes() != (straight / name).read_bytes()] == []
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        files = [folder / "root" / f"step-{STEPS:08d}" / name for folder in (straight, killed)]
-        assert files[0].read_bytes() == files[1].read_bytes()
+    for rank in range(world_size):
+        losses = [last_of_each(folder / f"losses-{rank}") for folder in (straight, killed)]
+        assert losses[0] == losses[1]
+        assert len(losses[0]) == STEPS * 2
+    tensors = [tensors_of(folder / "root" / f"step-{STEPS:08d}") for folder in (straight, killed)]
+    assert tensors[0] == tensors[1]
+    assert len(tensors[0]) == (2 * world_size if sharded else 2)  # the model's and the optimizer's
     assert list((killed / "output").glob("*")) == []  # the Trainer wrote nothing of its own
+
+
+def last_of_each(losses: Path) -> dict[str, str]:
+    """The loss of each batch: after a resume, that of the resumed run."""
+    return dict(line.split() for line in losses.read_text().splitlines())
+
+
+def tensors_of(checkpoint: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(checkpoint)): file.read_bytes() for file in checkpoint.rglob("*.safetensors")}
 
 
 def train_in_memory(rank: int, folder: str, world_size: int, killed_at: int) -> None:

@@ -6,15 +6,17 @@ import importlib.util
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils.data import DataLoader, DistributedSampler
 
 import ckpt
-from tests.helpers.processes import run_alone, run_ranks
+from tests.helpers.processes import run_alone, run_ranks, seed_everything
 from tests.helpers.training import exact
 
 pytestmark = [
@@ -98,6 +100,79 @@ def test_a_killed_engine_goes_on_exactly_and_its_model_is_there_for_everybody(tm
         _model_of(tmp_path, case)
     assert run_alone(_resumed_by_one, str(tmp_path)) == 0
     assert run_ranks(2, _resumed, str(tmp_path)) == [0, 0]
+
+
+PLAIN: dict[str, Any] = {  # a stage of ZeRO, and batches in a step
+    "0": {"gradient_accumulation_steps": 1},
+    "1": {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0},
+}
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _train_without_accelerate(rank: int, folder: str, stage: str, end: Callable[[], object] = int) -> None:
+    """With the engine alone, for two epochs, or until it comes to the third step from the last."""
+    from tests.helpers.accelerated import Numbers
+    from tests.helpers.engines import WORDS, build, everything
+    from tests.helpers.zero_folders import start
+
+    engine = start(build(), int(stage), rank, bf16={"enabled": False}, **PLAIN[stage])
+    loader = DataLoader(Numbers(), batch_size=2, sampler=DistributedSampler(Numbers()))
+    last = len(loader) * 2 // engine.gradient_accumulation_steps()
+    with (
+        Path(folder, f"losses-{rank}").open("a", buffering=1) as losses,
+        ckpt.StateManager(f"{folder}/root", model=engine, save_every=1) as manager,
+    ):
+        for _ in manager.epochs(2):
+            for words, noise in manager.batches(loader):
+                loss = engine(words % WORDS, noise.float())
+                engine.backward(loss)
+                ends_step = engine.is_gradient_accumulation_boundary()
+                engine.step()
+                losses.write(f"{engine.micro_steps} {words.tolist()} {loss.item().hex()}\n")
+                if ends_step:
+                    manager.step()
+                if manager.progress.step == last - 3:
+                    end()
+        assert manager.progress.step == last == engine.global_steps
+        assert manager.restored is None or (manager.restored.progress.batch and not manager.restored.approximated)
+    Path(folder, f"engine-{rank}").write_text(everything(engine))
+    engine.destroy()
+
+
+def _train_and_end_early(rank: int, folder: str) -> None:
+    for stage, end in zip(PLAIN, (_interrupt, _kill), strict=True):
+        _train_without_accelerate(rank, f"{folder}/{stage}/straight", stage)
+        seed_everything(rank)
+        with pytest.raises(KeyboardInterrupt):
+            _train_without_accelerate(rank, f"{folder}/{stage}/again", stage, end)
+        seed_everything(rank)
+
+
+def _train_to_the_end(rank: int, folder: str) -> None:
+    for stage in PLAIN:
+        seed_everything(rank)
+        _train_without_accelerate(rank, f"{folder}/{stage}/again", stage)
+
+
+def test_an_engine_without_accelerate_that_ended_early_goes_on_exactly(tmp_path: Path) -> None:
+    for stage in PLAIN:
+        (tmp_path / stage / "straight").mkdir(parents=True)
+        (tmp_path / stage / "again").mkdir()
+    assert run_ranks(2, _train_and_end_early, str(tmp_path), dies=True) == [-9, -9]
+    assert run_ranks(2, _train_to_the_end, str(tmp_path)) == [0, 0]
+    for stage in PLAIN:
+        for rank in range(2):
+            straight, again = tmp_path / stage / "straight", tmp_path / stage / "again"
+            lines = [dict.fromkeys((run / f"losses-{rank}").read_text().splitlines()) for run in (straight, again)]
+            assert sorted(lines[0]) == sorted(lines[1])
+            assert (again / f"engine-{rank}").read_text() == (straight / f"engine-{rank}").read_text()
 
 
 def _given_what_cannot_be_kept(rank: int, folder: str) -> None:
