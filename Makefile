@@ -16,7 +16,7 @@ FAST := not slow and not gpu
 SEED ?= 1
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(if $(filter-out file,$(origin SEED)),--shuffle $(SEED))
 
-.PHONY: demo check fast test test-all alone profile coverage test-macos test-s3 test-accelerate scripts lint format site kills memory-kills faults campaign mutants fuzz bench release environments versions clean
+.PHONY: demo check fast test test-all alone profile coverage test-macos test-s3 test-accelerate test-frameworks scripts lint format site kills memory-kills faults campaign mutants fuzz bench release environments versions clean
 
 demo: $(READY)
 	$(BIN)/ckpt demo
@@ -85,6 +85,20 @@ ACCELERATED = PYTHONPATH=tests/accelerate_suite CKPT_MEMORY_KEEPER=off $(BIN)/py
 test-accelerate: $(READY)
 	$(ACCELERATED)
 	$(ACCELERATED) --background
+
+# tests of libraries that are in no extra, in a folder behind the environment: Ray is large, and torchtitan wants older
+# datasets, which these tests do without
+FRAMEWORKS := build/frameworks
+$(FRAMEWORKS)/.ready: Makefile constraints.txt | $(READY)
+	rm -rf $(FRAMEWORKS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(FRAMEWORKS) \
+		trl==1.16.0 gymnasium==1.4.0 farama-notifications cloudpickle \
+		ray==2.60.0 jsonschema jsonschema-specifications referencing rpds-py tensorboardX \
+		torchtitan==0.3.0 spmd_types==0.2.3 tyro typeguard docstring_parser shtab einops tensorboard protobuf absl-py triton
+	touch $@
+test-frameworks: $(FRAMEWORKS)/.ready
+	PYTHONPATH=$(CURDIR):$(CURDIR)/$(FRAMEWORKS) $(PYTEST) -m '' --durations 0 --durations-min 1 \
+		$(patsubst %,tests/integrations/test_%.py,trl gymnasium ray torchtitan)
 
 # scripts of other people, from checkouts that tests/scripts/scripts.py names: killed three times, resumed, compared
 SOURCES ?= ../sources

@@ -324,13 +324,14 @@ class Saves:
             return
         step = state.loop.progress.step
         name, facts = name_of_step(step), state.facts(as_numbers(state.metrics))
-        if self._guard is not None and not self._guard.passes(f"{name} (memory)"):
+        take = memory.prepare if memory.is_to_prepare(step) else memory.save
+        if self._guard is not None and take == memory.save and not self._guard.passes(f"{name} (memory)"):
             return
         capture = StateCapture(state.ranks, "auto", memory.hosts, memory.compared)
         source = without_this_save(state.source.state())
         request = SaveRequest(name, lambda: state.capture(capture, source), facts)
         with state.attempt.waiting():
-            (memory.prepare if memory.is_to_prepare(step) else memory.save)(request, step)
+            take(request, step)
 
     def note_boundary(self) -> None:
         """A step is done: remember its state, where it is to be saved if an exception follows."""

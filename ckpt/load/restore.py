@@ -222,6 +222,7 @@ class Restoring:
     refresh: Callable[[], None] = lambda: None
     find_objects: Callable[[Candidate], None] = lambda candidate: None
     _names: LiveNames | None = None
+    _told: LiveNames | None = None  # the names that this rank has told the others when they listed
     _checked: Restoration | None = None
 
     @property
@@ -238,6 +239,7 @@ class Restoring:
             self.refresh()
             if not self._is_collective:
                 self._names = LiveNames.of(self.request.registry.parts)
+        self._told = self._names
         return None if self._names is None else self._names.said(self.request.ranks)
 
     def _check(self, candidate: Candidate) -> dict[str, Any]:
@@ -249,8 +251,8 @@ class Restoring:
         if self._is_collective:
             return {"changed": True, "collective": True}
         self.find_objects(candidate)
-        known, self._names = self._names, LiveNames.of(self.request.registry.parts)
-        if candidate.told is None or known != self._names:
+        self._names = LiveNames.of(self.request.registry.parts)
+        if candidate.told is None or self._told != self._names:
             return {"changed": True}
         return self._fitted(candidate, candidate.told)
 

@@ -1128,6 +1128,18 @@ class TestOneRestoration:
             afresh = restoring._request_for(replace(candidate, or_afresh=True))
         assert afresh == replace(request, verify_before_overwrite=True)
 
+    def test_names_that_a_hook_has_changed_are_told_anew_for_every_candidate(self) -> None:
+        parts = named(model={"a"})
+        registry: Any = SimpleNamespace(parts=parts)
+        request = restore.RestoreRequest(
+            ranks=SingleProcess(), registry=registry, strict=True, verify_before_overwrite=True
+        )
+        restoring = restore.Restoring(request, find_objects=lambda _: parts.update(named(more={"b"})))
+        told = restoring.opening.mine()
+        with ExitStack() as held:
+            candidate = Candidate(MemoryStorage("told"), SimpleNamespace(), held, told=told)  # type: ignore[arg-type]
+            assert [restoring.check.mine(candidate) for _ in range(2)] == 2 * [{"changed": True}]
+
     def test_open_windows_end_where_no_gradients_are_restored_and_new_rates_are_named(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
