@@ -4,7 +4,8 @@ Worth it where every byte comes over a network. From a local disk every rank rea
 others find in the page cache.
 
 What is read once for the job goes from its reader to the first ranks of all hosts, and from each of those to the other
-ranks on its host.
+ranks on its host. It goes in pieces: a rank holds the one that it reads or receives, and those before it that it is
+still sending.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ class GroupPlan(TypedDict):
 
 
 class BroadcastGroup:
-    """The process group of a host's ranks during one load. Nothing else may hold a reference to it.
+    """The process group of a host's ranks, or of all hosts' first ranks, during one load.
 
-    An object that holds one could be garbage when a data loader forks. A child that collects it would destroy a group
-    whose threads it does not have, and wait for them for ever.
+    Nothing else may hold a reference to the process group. An object that holds one could be garbage when a data loader
+    forks. A child that collects it would destroy a group whose threads it does not have, and wait for them for ever.
 
     No rank waits in a broadcast for one that has failed, has read everything, or gives no sign of life.
     """
@@ -87,6 +88,7 @@ class BroadcastGroup:
         why = ""
         try:
             yield
+            self.finish()
         except BaseException as error:
             why = f"{type(error).__name__}: {error}"
             raise
@@ -97,7 +99,8 @@ class BroadcastGroup:
     def broadcast(self, memory: torch.Tensor, reader: int) -> None:
         """Fill the memory on all ranks with the contents that it has on the reader.
 
-        What a rank outside this group has read, the first rank of the group has received from it.
+        What a rank outside this group has read, the first rank of the group has received from it. The source returns at
+        once, so that it reads or receives the next piece while this one is under way.
         """
         if self._failure:
             raise RanksError(
@@ -106,9 +109,17 @@ class BroadcastGroup:
             )
         source = reader if reader in self._members else self._members[0]
         (in_job,) = _in_job(self._ranks, [source])
-        work = self._pending = dist.broadcast(memory, in_job, group=self.group, async_op=True)
+        self.finish()
+        self._pending = dist.broadcast(memory, in_job, group=self.group, async_op=True)
+        if source != self._ranks.rank:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the last broadcast is complete on this rank."""
+        if self._pending is None:
+            return
         began, watched = time.monotonic(), LivenessWatch(self._ranks.timeout, longest=_POLL.total_seconds())
-        while not _has_ended(work, _POLL):
+        while not _has_ended(self._pending, _POLL):
             self._check_members(watched, late=time.monotonic() - began > _LATE)
         self._pending = None
 
@@ -187,7 +198,7 @@ class Broadcasts:
         return self.readers.get(transfer.reader.stored.key, self.rank) == self.rank
 
     def split(self, transfers: list[Transfer]) -> tuple[list[Transfer], list[Transfer]]:
-        """Transfers of this rank alone, and those in which all ranks of the host take part."""
+        """Transfers of this rank alone, and those in which other ranks take part, too."""
         alone = [transfer for transfer in transfers if transfer.reader.stored.key not in self.readers]
         files: dict[int, _BroadcastFile] = {}
         common = []
@@ -235,6 +246,8 @@ class _BroadcastFile(VerifiedFile):
         for group in self.groups:
             group.broadcast(memory, self.source)
         if failed := int(memory[size]):
+            for group in self.groups:
+                group.finish()  # before this rank notes its end: the others are to get this error
             raise error or _KINDS[failed - 1](f"rank {self.source} could not read {self.stored.key} for this rank.")
         view = host_bytes(memory[:size])
         for buffer in buffers:
@@ -266,8 +279,9 @@ def _make_groups(ranks: Ranks, plan: list[GroupPlan]) -> list[BroadcastGroup]:
         group, failure = None, ""
         try:
             members = _in_job(ranks, planned["ranks"])
-            group = dist.new_group(members, _DEADLINE, "gloo", use_local_synchronization=some)
-        except RuntimeError as error:  # raised by `broadcast`, where the other ranks learn of it
+            with hosts.on_the_interface_of_the_job():
+                group = dist.new_group(members, _DEADLINE, "gloo", use_local_synchronization=some)
+        except (RuntimeError, ValueError) as error:  # raised by `broadcast`, where the other ranks learn of it
             failure = str(error)
         if ranks.rank in planned["ranks"]:
             mine.append(BroadcastGroup(group, ranks, planned, failure))

@@ -19,6 +19,7 @@ from torch import nn
 import ckpt
 from ckpt.load import broadcast as broadcast_reads
 from ckpt.ranks import hosts as host_names
+from tests.helpers.namespaces import Node, run_on_nodes
 from tests.helpers.places import PassedOn, Place, at
 from tests.helpers.processes import run_ranks
 from tests.helpers.sharded import MODELS, state, step
@@ -258,6 +259,35 @@ def load_as_one_of_two_models(rank: int, root: str, saved: str) -> None:
 
 def test_the_ranks_of_a_process_group_read_once_for_all_of_them(root: Place) -> None:
     run_ranks(4, load_as_one_of_two_models, str(root), save(root))
+
+
+ON_A_NODE = """
+import os, sys
+import torch.distributed as dist
+from tests.load.test_broadcast import WHOLE, CountingStorage, exact, host_names, large
+import ckpt
+
+dist.init_process_group("gloo")
+del os.environ["GLOO_SOCKET_IFNAME"]  # ckpt finds the interface: the name of this host is that of the other, too
+rank = dist.get_rank()
+host_names.host_name = lambda: f"host-{rank}"
+model, storage = large(2), CountingStorage(sys.argv[1])
+with ckpt.StateManager(storage, model=model, ranks=ckpt.RankOptions(broadcast="job", timeout=30)) as manager:
+    manager.load_state("x", strict=False)
+assert exact(model.state_dict()) == exact(large(1).state_dict())
+assert (storage.read_in_all > WHOLE / 4) == (rank == 0)  # a third of the bytes are the model's
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_between_hosts_bytes_take_the_network_that_connects_the_job(nodes: list[Node], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ON_A_NODE)
+    with ckpt.StateManager(tmp_path / "root", model=large(1)) as manager:
+        manager.save_state("x")
+    ended = run_on_nodes(nodes, script, str(tmp_path / "root"), folders=[tmp_path] * 2)
+    assert [status for status, _ in ended] == [0, 0], "\n".join(text for _, text in ended)
 
 
 def load_without_a_network(rank: int, root: str) -> None:

@@ -41,6 +41,9 @@ class Passed:
         else:
             self.sent.append(memory.clone())
 
+    def finish(self) -> None:
+        """Nothing is under way."""
+
     @contextmanager
     def phase(self) -> Iterator[None]:
         self.phases += 1
@@ -115,6 +118,37 @@ def test_what_a_rank_outside_has_read_comes_from_the_first_rank_of_the_group(
     monkeypatch.setattr(torch.distributed, "broadcast", sent)
     group_of(SingleProcess((13, 14, 15, 16, 17, 18))).broadcast(torch.zeros(1), reader)
     assert asked == [source]
+
+
+@pytest.mark.parametrize("source", [0, 1])
+def test_the_rank_that_reads_does_not_wait_until_the_others_have_a_piece_but_for_the_piece_before_it(
+    source: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = list[str]()
+
+    def begun(memory: torch.Tensor, *_: Any, **__: Any) -> Any:
+        number = int(memory)
+        done.append(f"begin {number}")
+        return SimpleNamespace(wait=lambda within: done.append(f"end {number}"))
+
+    monkeypatch.setattr(torch.distributed, "broadcast", begun)
+    group = group_of(SingleProcess())
+    with group.phase():
+        for number in range(2):
+            group.broadcast(torch.tensor(number), source)
+            done.append("read")
+    expected = [["begin 0", "read", "end 0", "begin 1", "read", "end 1"]]
+    expected += [["begin 0", "end 0", "read", "begin 1", "end 1", "read"]]
+    assert done == expected[source]
+
+
+def test_where_ranks_have_no_group_the_first_broadcast_says_why() -> None:
+    plan: Any = {"ranks": [0, 1], "files": {}, "name": "load", "leaders": True}
+    group = BroadcastGroup(None, SingleProcess(), plan, "no route")
+    expected = r"all hosts could not connect to each other with gloo \(no route\)\. Set GLOO_SOCKET_IFNAME"
+    with pytest.raises(RanksError, match=expected), group.phase():
+        group.broadcast(torch.zeros(1), 0)
+    group.dissolve()
 
 
 def test_a_file_is_described_by_what_is_wanted_of_it_and_when() -> None:
