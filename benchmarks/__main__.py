@@ -1,7 +1,8 @@
 """Runs benchmarks, and compares their results.
 
     python -m benchmarks cpu|gpu|memory|merge|s3|s3_clients|sharded [options]  measures ckpt beside other libraries
-    python -m benchmarks commands|listing|mirror_end|plan|ranks|scale|scaling [options]  measures ckpt by itself
+    python -m benchmarks broadcast|commands|listing|mirror_end [options]     measures ckpt by itself
+    python -m benchmarks plan|ranks|scale|scaling [options]                  likewise
     python -m benchmarks goodput [options]                                   simulates what failures and saves cost
     python -m benchmarks against CHECKOUT [options]                          measures this code beside another checkout
     python -m benchmarks cpu|merge|sharded --against CHECKOUT [options]      the same, with the tasks of one benchmark
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Sequence
 
 MODULES = {
+    "broadcast": "benchmarks.broadcast",
     "commands": "benchmarks.commands",
     "cpu": "benchmarks.cpu",
     "goodput": "benchmarks.goodput",

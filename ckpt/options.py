@@ -171,8 +171,9 @@ class RankOptions(Options):
         shared: All hosts see the same root; None: if the launcher started several hosts, ckpt finds out whether they
             share it. If hosts do not share the root, each host keeps what its ranks save in its own root and loads it
             from there; it reads whatever it lacks from the mirror.
-        broadcast: When loading, one rank per host reads the files and passes the bytes on to the others; None: only if
-            the root is remote.
+        broadcast: When loading, one rank per host reads the files and passes the bytes on to the others. "job": what
+            all ranks need is read by one rank of the job instead, and passed on to all hosts. False: every rank reads
+            for itself. None: one rank per host, but only if the root is remote.
         handle_sigterm: Save and stop on SIGTERM.
         handle_sigint: Save and stop on Ctrl-C; a second Ctrl-C interrupts at once.
         save_on_sigusr1: Save and continue when any rank gets SIGUSR1, which SLURM sends before the time is up; ckpt
@@ -188,7 +189,7 @@ class RankOptions(Options):
 
     timeout: Seconds = 300.0
     shared: Maybe = None
-    broadcast: Maybe = None
+    broadcast: Annotated[bool | str, Must(is_one_of(True, False, "job"), "True, False, None or 'job'")] | None = None
     handle_sigterm: Flag = True
     handle_sigint: Flag = False
     save_on_sigusr1: Flag = False

@@ -1,7 +1,11 @@
-"""Broadcast reads: what all ranks of a host need is read by one of them, and broadcast to the others.
+"""Broadcast reads: what all ranks of a host, or of the job, need is read by one of them, and broadcast to the others.
 
 Worth it where every byte comes over a network. From a local disk every rank reads for itself: what one has read, the
 others find in the page cache.
+
+What is read once for the job goes from its reader to the first ranks of all hosts, and from each of those to the other
+ranks on its host. It goes in pieces: a rank holds the one that it reads or receives, and those before it that it is
+still sending.
 """
 
 from __future__ import annotations
@@ -11,8 +15,8 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TypedDict
@@ -36,33 +40,43 @@ _LAST_WAIT = timedelta(seconds=5)
 
 
 class RankReads(TypedDict):
-    """What a rank tells the main one: its host, and for each file a digest of the bytes that it wants."""
+    """What a rank tells the main one: its host, and for each file a digest of the bytes that it wants.
+
+    `once_per_job`: whether what all ranks of the job want is to be read once for all hosts.
+    """
 
     host: str
     files: dict[str, str]
+    once_per_job: bool
 
 
-class HostPlan(TypedDict):
-    """The ranks of a host, for each file they read together the rank that reads it, and a name unique to the load."""
+class GroupPlan(TypedDict):
+    """The ranks of a host, for each file they read together the rank that reads it, and a name unique to the load.
+
+    `leaders`: these are the first ranks of all hosts instead, and all ranks of the job need the files.
+    """
 
     ranks: list[int]
     files: dict[str, int]
     name: str
+    leaders: bool
 
 
 class BroadcastGroup:
-    """The process group of a host's ranks during one load. Nothing else may hold a reference to it.
+    """The process group of a host's ranks, or of all hosts' first ranks, during one load.
 
-    An object that holds one could be garbage when a data loader forks. A child that collects it would destroy a group
-    whose threads it does not have, and wait for them for ever.
+    Nothing else may hold a reference to the process group. An object that holds one could be garbage when a data loader
+    forks. A child that collects it would destroy a group whose threads it does not have, and wait for them for ever.
 
     No rank waits in a broadcast for one that has failed, has read everything, or gives no sign of life.
     """
 
-    def __init__(self, group: dist.ProcessGroup, ranks: Ranks, plan: HostPlan) -> None:
-        self.group: dist.ProcessGroup | None = group
+    def __init__(self, group: dist.ProcessGroup | None, ranks: Ranks, plan: GroupPlan, failure: str = "") -> None:
+        self.group = group
+        self._failure = failure  # why there is no group
         self._ranks = ranks
         self._members = plan["ranks"]
+        self._whose = "the first ranks of all hosts" if plan["leaders"] else "the ranks on this host"
         self._name = plan["name"]
         self._number = 0
         self._pending: dist.Work | None = None
@@ -74,6 +88,7 @@ class BroadcastGroup:
         why = ""
         try:
             yield
+            self.finish()
         except BaseException as error:
             why = f"{type(error).__name__}: {error}"
             raise
@@ -81,18 +96,38 @@ class BroadcastGroup:
             with suppress(RanksError):  # if the store is gone, others notice that too
                 self._ranks.note(self._key, json.dumps(why))
 
-    def broadcast(self, memory: torch.Tensor, source: int) -> None:
-        """Fill the memory on all ranks with the contents that it has on the source rank."""
-        in_job = source if self._ranks.members is None else self._ranks.members[source]
-        work = self._pending = dist.broadcast(memory, in_job, group=self.group, async_op=True)
+    def broadcast(self, memory: torch.Tensor, reader: int) -> None:
+        """Fill the memory on all ranks with the contents that it has on the reader.
+
+        What a rank outside this group has read, the first rank of the group has received from it. The source returns at
+        once, so that it reads or receives the next piece while this one is under way.
+        """
+        if self._failure:
+            raise RanksError(
+                f"{self._whose} could not connect to each other with gloo ({self._failure}). Set GLOO_SOCKET_IFNAME to "
+                "the network interface that connects them, or give the manager ranks=ckpt.RankOptions(broadcast=False)."
+            )
+        source = reader if reader in self._members else self._members[0]
+        (in_job,) = _in_job(self._ranks, [source])
+        self.finish()
+        self._pending = dist.broadcast(memory, in_job, group=self.group, async_op=True)
+        if source != self._ranks.rank:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the last broadcast is complete on this rank."""
+        if self._pending is None:
+            return
         began, watched = time.monotonic(), LivenessWatch(self._ranks.timeout, longest=_POLL.total_seconds())
-        while not _has_ended(work, _POLL):
+        while not _has_ended(self._pending, _POLL):
             self._check_members(watched, late=time.monotonic() - began > _LATE)
         self._pending = None
 
     def dissolve(self) -> None:
         """Destroy the group. Raises nothing: an earlier error takes precedence."""
         group, self.group = self.group, None
+        if group is None:
+            return
         try:
             if self._pending is not None and not _has_ended(self._pending, _LAST_WAIT):
                 # a member is frozen: the group's destructor would wait for it, even at the end of the program
@@ -113,7 +148,7 @@ class BroadcastGroup:
         failed = {rank: why for rank, why in ended.items() if why}
         if failed:
             listed = "; ".join(f"rank {rank}: {why}" for rank, why in failed.items())
-            raise FollowingError(f"the ranks on this host stopped reading the checkpoint together. {listed}")
+            raise FollowingError(f"{self._whose} stopped reading the checkpoint together. {listed}")
         if ended and late:
             raise FollowingError(
                 f"{format_ranks(sorted(ended))} and this rank read different bytes, or read them in a different order."
@@ -121,7 +156,7 @@ class BroadcastGroup:
         silent = self._ranks.silent([rank for rank in others if rank not in ended], watched)
         if silent:
             raise RanksError(
-                f"while the ranks on this host were reading a checkpoint together, {format_ranks(silent)} gave "
+                f"while {self._whose} were reading a checkpoint together, {format_ranks(silent)} gave "
                 f"no sign of life for {self._ranks.timeout:g} s (stopped, dead or overloaded). Look at the logs, and "
                 "start the job again."
             )
@@ -135,7 +170,7 @@ def _has_ended(work: dist.Work, within: timedelta) -> bool:
         if not work.is_completed():
             return False
         raise FollowingError(
-            f"a rank on this host ended while it was reading the checkpoint for the others ({error})."
+            f"a rank ended while it was reading the checkpoint together with this one ({error})."
         ) from error
     return True
 
@@ -147,18 +182,23 @@ _KINDS = (TransientError, DeniedError, AbsentError, TruncatedError, StorageError
 
 @dataclass(frozen=True)
 class Broadcasts:
-    """The files that the ranks of this host broadcast among them: for each key, the rank that reads it."""
+    """The files that this rank reads together with others: for each key, the rank that reads it.
+
+    `groups`: that of the hosts' first ranks, if this rank is one, and that of this host. `once`: the files that are
+    read once for the job, which pass through both.
+    """
 
     rank: int
     readers: Mapping[str, int] = field(default_factory=dict)
-    group: BroadcastGroup | None = None
+    groups: tuple[BroadcastGroup, ...] = ()
+    once: Collection[str] = ()
 
     def reads_here(self, transfer: Transfer) -> bool:
         """Whether this rank reads it from the storage."""
         return self.readers.get(transfer.reader.stored.key, self.rank) == self.rank
 
     def split(self, transfers: list[Transfer]) -> tuple[list[Transfer], list[Transfer]]:
-        """Transfers of this rank alone, and those in which all ranks of the host take part."""
+        """Transfers of this rank alone, and those in which other ranks take part, too."""
         alone = [transfer for transfer in transfers if transfer.reader.stored.key not in self.readers]
         files: dict[int, _BroadcastFile] = {}
         common = []
@@ -169,20 +209,27 @@ class Broadcasts:
         common.sort(key=lambda transfer: transfer.reader.stored.key)  # the same order of files on every rank
         return alone, common
 
-    def phase(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def phase(self) -> Iterator[None]:
         """The context for reads with broadcasts: the error of a rank that fails inside is raised on the others."""
-        return nullcontext() if self.group is None else self.group.phase()
+        with ExitStack() as phases:
+            for group in self.groups:
+                phases.enter_context(group.phase())
+            yield
 
     def _broadcast_file(self, file: VerifiedFile) -> _BroadcastFile:
-        source = self.readers[file.stored.key]
-        return _BroadcastFile(file.stored, file.record, file.sha256, group=self.group, source=source, rank=self.rank)
+        key = file.stored.key
+        groups = self.groups if key in self.once else self.groups[-1:]
+        return _BroadcastFile(
+            file.stored, file.record, file.sha256, groups=groups, source=self.readers[key], rank=self.rank
+        )
 
 
 @dataclass(frozen=True)
 class _BroadcastFile(VerifiedFile):
-    """A file that the `source` rank reads. All ranks of the group must make the same calls in the same order."""
+    """A file that the `source` rank reads. All ranks of the groups must make the same calls in the same order."""
 
-    group: BroadcastGroup | None = None
+    groups: tuple[BroadcastGroup, ...] = ()
     source: int = 0
     rank: int = 0
 
@@ -196,41 +243,49 @@ class _BroadcastFile(VerifiedFile):
             except Exception as failure:  # raised after the broadcast, on all ranks
                 error = failure
                 memory[size] = next((n for n, kind in enumerate(_KINDS, 1) if isinstance(failure, kind)), len(_KINDS))
-        assert self.group is not None
-        self.group.broadcast(memory, self.source)
+        for group in self.groups:
+            group.broadcast(memory, self.source)
         if failed := int(memory[size]):
+            for group in self.groups:
+                group.finish()  # before this rank notes its end: the others are to get this error
             raise error or _KINDS[failed - 1](f"rank {self.source} could not read {self.stored.key} for this rank.")
         view = host_bytes(memory[:size])
         for buffer in buffers:
             buffer[:], view = view[: len(buffer)], view[len(buffer) :]
 
 
-def described_reads(*phases: list[Transfer]) -> RankReads:
+def described_reads(*phases: list[Transfer], once_per_job: bool = False) -> RankReads:
     """What this rank reads: the transfers, in the order in which they will be read."""
-    return {"host": hosts.host_name(), "files": _described(phases)}
+    return {"host": hosts.host_name(), "files": _described(phases), "once_per_job": once_per_job}
 
 
 @contextmanager
-def planned_broadcasts(ranks: Ranks, plan: list[HostPlan]) -> Iterator[Broadcasts]:
-    """The broadcasts of this rank's host, as `plan_reads` has planned them. Every rank makes this call."""
-    readers = next((host["files"] for host in plan if ranks.rank in host["ranks"]), {})
-    group = _make_group(ranks, plan)
-    try:
-        yield Broadcasts(ranks.rank, readers, group)
-    finally:
-        if group is not None:
-            group.dissolve()
+def planned_broadcasts(ranks: Ranks, plan: list[GroupPlan]) -> Iterator[Broadcasts]:
+    """The broadcasts in which this rank takes part, as `plan_reads` has planned them. Every rank makes this call."""
+    once = {key: reader for group in plan if group["leaders"] for key, reader in group["files"].items()}
+    readers = {key: reader for group in plan if ranks.rank in group["ranks"] for key, reader in group["files"].items()}
+    with ExitStack() as made:
+        groups = _make_groups(ranks, plan)
+        for group in groups:
+            made.callback(group.dissolve)
+        yield Broadcasts(ranks.rank, readers | once, tuple(reversed(groups)), once.keys())
 
 
-def _make_group(ranks: Ranks, plan: list[HostPlan]) -> BroadcastGroup | None:
-    """The group of this rank's host. Every rank creates all groups, and keeps a reference to none but its own."""
+def _make_groups(ranks: Ranks, plan: list[GroupPlan]) -> list[BroadcastGroup]:
+    """The groups of this rank. Every rank creates all groups, and keeps a reference to none but its own."""
     some = ranks.members is not None  # then no other rank of the job takes part
-    members = [_in_job(ranks, host["ranks"]) for host in plan]
-    groups = [dist.new_group(each, _DEADLINE, "gloo", use_local_synchronization=some) for each in members]
-    for group, host in zip(groups, plan, strict=True):
-        if ranks.rank in host["ranks"]:
-            return BroadcastGroup(group, ranks, host)
-    return None
+    mine = []
+    for planned in plan:
+        group, failure = None, ""
+        try:
+            members = _in_job(ranks, planned["ranks"])
+            with hosts.on_the_interface_of_the_job():
+                group = dist.new_group(members, _DEADLINE, "gloo", use_local_synchronization=some)
+        except (RuntimeError, ValueError) as error:  # raised by `broadcast`, where the other ranks learn of it
+            failure = str(error)
+        if ranks.rank in planned["ranks"]:
+            mine.append(BroadcastGroup(group, ranks, planned, failure))
+    return mine
 
 
 def _in_job(ranks: Ranks, numbers: list[int]) -> list[int]:
@@ -246,18 +301,33 @@ def _described(phases: Sequence[list[Transfer]]) -> dict[str, str]:
     return {key: digest(repr(found).encode()) for key, found in spans.items()}
 
 
-def plan_reads(wanted: list[RankReads]) -> list[HostPlan]:
+def plan_reads(wanted: list[RankReads]) -> list[GroupPlan]:
     """On the main rank: for each host its ranks, and the files of which all of them want the same bytes.
 
     A file of which ranks want different bytes, or the same bytes in different phases, is read by each rank for itself:
-    its broadcasts would not match.
+    its broadcasts would not match. What is read once per job comes last: where some ranks of the job make groups,
+    PyTorch expects that the members of each have made as many before, so a host of one rank has a group too.
     """
-    plan: list[HostPlan] = []
-    for name in sorted({rank["host"] for rank in wanted}):
-        ranks = [number for number, rank in enumerate(wanted) if rank["host"] == name]
-        first = wanted[ranks[0]]["files"]
-        common = [key for key in sorted(first) if all(wanted[rank]["files"].get(key) == first[key] for rank in ranks)]
-        if len(ranks) > 1 and common:
-            readers = {key: ranks[n % len(ranks)] for n, key in enumerate(common)}
-            plan.append({"ranks": ranks, "files": readers, "name": uuid.uuid4().hex})
-    return plan
+    hosts = [
+        [number for number, rank in enumerate(wanted) if rank["host"] == name]
+        for name in sorted({rank["host"] for rank in wanted})
+    ]
+    per_job = len(hosts) > 1 and all(rank["once_per_job"] for rank in wanted)
+    once = _alike(wanted, list(range(len(wanted)))) if per_job else []
+    plan = []
+    for ranks in hosts:
+        common = [key for key in _alike(wanted, ranks) if key not in once] if len(ranks) > 1 else []
+        if once or common:
+            plan.append(_group(ranks, common))
+    return [*plan, _group([ranks[0] for ranks in hosts], once, leaders=True)] if once else plan
+
+
+def _alike(wanted: list[RankReads], ranks: list[int]) -> list[str]:
+    """The files of which these ranks want the same bytes."""
+    first = wanted[ranks[0]]["files"]
+    return [key for key in sorted(first) if all(wanted[rank]["files"].get(key) == first[key] for rank in ranks)]
+
+
+def _group(ranks: list[int], keys: list[str], *, leaders: bool = False) -> GroupPlan:
+    readers = {key: ranks[n % len(ranks)] for n, key in enumerate(keys)}
+    return {"ranks": ranks, "files": readers, "name": uuid.uuid4().hex, "leaders": leaders}

@@ -224,16 +224,16 @@ class LiveObjects:
 class StateLoader:
     """Loads checkpoints into the objects of one manager.
 
-    `broadcast`: whether ranks of a host read for each other; if None, where the storage is not local. `pause_staging`:
-    a context in which staging memory is not prefaulted, so that reading does not compete with it. `follow`: called with
-    the manifest that later saves continue from, the names of damaged checkpoints, and the tier that has it. `trust`:
-    whose signatures are believed. A load that failed halfway is remembered, until another one has succeeded.
+    `broadcast`: as in `RestoreRequest`. `pause_staging`: a context in which staging memory is not prefaulted, so that
+    reading does not compete with it. `follow`: called with the manifest that later saves continue from, the names of
+    damaged checkpoints, and the tier that has it. `trust`: whose signatures are believed. A load that failed halfway is
+    remembered, until another one has succeeded.
     """
 
     ranks: Ranks
     locations: Locations
     live: LiveObjects
-    broadcast: bool | None
+    broadcast: bool | str | None
     pause_staging: Callable[[], AbstractContextManager[None]]
     follow: Callable[[Manifest, Iterable[str], int, Mapping[str, str]], None]
     trust: Trust = field(default_factory=Trust)

@@ -194,16 +194,16 @@ class RestoreRequest:
 
     `strict`: whether everything must fit. `verify_before_overwrite`: write nothing to live tensors before all of the
     checkpoint has been verified on every rank; for objects fresh from their constructors, tensors are read straight
-    into them and verified on the way. `broadcast`: whether ranks of a host read for each other; if None, where the
-    storage is not local. `on_first_write` is called with the checkpoint's name before the first write to a live tensor,
-    `check` with its reader before any tensor is read.
+    into them and verified on the way. `broadcast`: whether ranks of a host read for each other, or those of the
+    "job"; if None, those of a host where the storage is not local. `on_first_write` is called with the checkpoint's
+    name before the first write to a live tensor, `check` with its reader before any tensor is read.
     """
 
     ranks: Ranks
     registry: StateRegistry
     strict: bool
     verify_before_overwrite: bool
-    broadcast: bool | None = None
+    broadcast: bool | str | None = None
     on_first_write: Callable[[str], None] = lambda name: None
     check: Callable[[CheckpointReader], None] = lambda reader: None
 
@@ -272,7 +272,8 @@ class Restoring:
             return {"reads": None}
         from ckpt.load.broadcast import described_reads
 
-        return {"reads": described_reads(*self._checked.reader.wanted)}
+        once_per_job = self.request.broadcast == "job"
+        return {"reads": described_reads(*self._checked.reader.wanted, once_per_job=once_per_job)}
 
     def _request_for(self, candidate: Candidate) -> RestoreRequest:
         """Objects that hold parts of a damaged checkpoint could not begin afresh."""
@@ -441,7 +442,7 @@ def _uses_broadcast(storage: Storage, request: RestoreRequest) -> bool:
     if request.ranks.world_size == 1:
         return False
     is_local = getattr(storage, "is_local", True)
-    return not is_local if request.broadcast is None else request.broadcast
+    return not is_local if request.broadcast is None else bool(request.broadcast)
 
 
 def _changed_ranks(saved_by: int, now: int, new: str) -> str:

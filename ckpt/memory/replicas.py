@@ -10,16 +10,12 @@ and hands out through the job's store: what another process on the network sends
 
 from __future__ import annotations
 
-import fcntl
 import hmac
 import json
 import logging
 import os
 import secrets
-import socket
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from hashlib import blake2b
@@ -35,7 +31,7 @@ from ckpt.memory.meeting import Meeting
 from ckpt.memory.place import MemoryPlace
 from ckpt.memory.slot_storage import REPLICA, remove_files, replica_storage, slot_storage
 from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together
-from ckpt.ranks.hosts import Hosts
+from ckpt.ranks.hosts import Hosts, on_the_interface_of_the_job
 from ckpt.root import catalog
 from ckpt.root.catalog import find, rank_of
 from ckpt.root.mirror import Throttle
@@ -136,9 +132,6 @@ _PATIENCE = timedelta(seconds=30)  # with a host that sends or takes nothing
 _MOST_HEADER = 64 << 20  # bytes
 _DATA, _DONE = 1, 2  # tags of gloo: two hosts may send to each other at the same time, and confirm
 _TAG = 32  # bytes of a MAC, and of the key that it is made with
-_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR
-_LOOPBACK = 127  # the first byte of such an address
 
 
 class LinkError(StorageError):
@@ -185,7 +178,7 @@ class HostLink:
         some = ranks.members is not None  # then no other rank of the job takes part
         numbers = [ranks.members[owner] for owner in owners] if ranks.members is not None else [*owners]
         try:
-            with _on_the_interface_of_the_job():
+            with on_the_interface_of_the_job():
                 group = dist.new_group(numbers, _PATIENCE, "gloo", use_local_synchronization=some)
         except (RuntimeError, ValueError) as error:
             raise LinkError(f"the hosts can't connect to each other: {error}") from error
@@ -283,38 +276,6 @@ class HostLink:
             begin().wait()
         except RuntimeError as error:
             raise LinkError(f"the host of rank {other} does not answer: {error}") from error
-
-
-@contextmanager
-def _on_the_interface_of_the_job() -> Iterator[None]:
-    """Gloo listens where this host reaches the others of the job, unless `GLOO_SOCKET_IFNAME` says where.
-
-    By itself it listens on whatever address the host's name has, which may be a public one.
-    """
-    name = "" if os.environ.get(_INTERFACE_VARIABLE) else interface_to(os.environ.get("MASTER_ADDR", ""))
-    if name:
-        os.environ[_INTERFACE_VARIABLE] = name
-    try:
-        yield
-    finally:
-        if name:
-            del os.environ[_INTERFACE_VARIABLE]
-
-
-def interface_to(host: str) -> str:
-    """The network interface from which a host is reached; empty if it is not known, or is the loopback."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 1))  # sends nothing: the kernel chooses a route
-            mine = socket.inet_aton(probe.getsockname()[0])
-            for _, name in socket.if_nameindex():
-                with suppress(OSError):  # it has no address
-                    asked = struct.pack("256s", name.encode())
-                    if fcntl.ioctl(probe.fileno(), _GET_ADDRESS, asked)[20:24] == mine and mine[0] != _LOOPBACK:
-                        return name
-    except OSError:
-        pass
-    return ""
 
 
 def bandwidth() -> float:

@@ -1,11 +1,18 @@
-"""Which ranks see the same root: on a shared filesystem all of them, with separate roots those of each host."""
+"""Which ranks see the same root: on a shared filesystem all of them, with separate roots those of each host.
+
+And over which network hosts reach each other.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import socket
+import struct
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -133,3 +140,40 @@ def _first_seen(storage: Storage, probes: list[str]) -> int:
         if storage.version(probe) is not None:
             return rank
     raise AbsentError(f"ckpt has just written a file to {storage.url}, but can't find it there.")
+
+
+_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
+_LOOPBACK = 127  # the first byte of such an address
+
+
+@contextmanager
+def on_the_interface_of_the_job() -> Iterator[None]:
+    """Gloo listens where this host reaches the others of the job, unless `GLOO_SOCKET_IFNAME` says where.
+
+    By itself it listens on whatever address the host's name has, which may be a public one.
+    """
+    name = "" if os.environ.get(_INTERFACE_VARIABLE) else interface_to(os.environ.get("MASTER_ADDR", ""))
+    if name:
+        os.environ[_INTERFACE_VARIABLE] = name
+    try:
+        yield
+    finally:
+        if name:
+            del os.environ[_INTERFACE_VARIABLE]
+
+
+def interface_to(host: str) -> str:
+    """The network interface from which a host is reached; empty if it is not known, or is the loopback."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 1))  # sends nothing: the kernel chooses a route
+            mine = socket.inet_aton(probe.getsockname()[0])
+            for _, name in socket.if_nameindex():
+                with suppress(OSError):  # it has no address
+                    asked = struct.pack("256s", name.encode())
+                    if fcntl.ioctl(probe.fileno(), _GET_ADDRESS, asked)[20:24] == mine and mine[0] != _LOOPBACK:
+                        return name
+    except OSError:
+        pass
+    return ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +32,7 @@ class Passed:
 
     def __init__(self) -> None:
         self.sent: list[torch.Tensor] = []
+        self.phases = 0
 
     def broadcast(self, memory: torch.Tensor, source: int) -> None:
         assert source == 1
@@ -38,22 +41,114 @@ class Passed:
         else:
             self.sent.append(memory.clone())
 
-    def phase(self) -> str:
-        return "phase"
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+    @contextmanager
+    def phase(self) -> Iterator[None]:
+        self.phases += 1
+        yield
 
 
 def test_which_files_the_ranks_of_a_host_read_together() -> None:
     wanted: Any = [
-        {"host": "two", "files": {"x": "1", "y": "2", "z": "3"}},
-        {"host": "one", "files": {"x": "1"}},
-        {"host": "two", "files": {"x": "1", "y": "9", "z": "3", "w": "5"}},
-        {"host": "two", "files": {"x": "1", "y": "2", "z": "3"}},
-        {"host": "six", "files": {"x": "1"}},
-        {"host": "six", "files": {"x": "2"}},
+        {"host": "two", "files": {"x": "1", "y": "2", "z": "3"}, "once_per_job": False},
+        {"host": "one", "files": {"x": "1"}, "once_per_job": False},
+        {"host": "two", "files": {"x": "1", "y": "9", "z": "3", "w": "5"}, "once_per_job": True},
+        {"host": "two", "files": {"x": "1", "y": "2", "z": "3"}, "once_per_job": True},
+        {"host": "six", "files": {"x": "1"}, "once_per_job": True},
+        {"host": "six", "files": {"x": "2"}, "once_per_job": True},
     ]
     (plan,) = broadcast.plan_reads(wanted)
     assert (plan["ranks"], plan["files"]) == ([0, 2, 3], {"x": 0, "z": 2})
     assert plan["name"] != broadcast.plan_reads(wanted)[0]["name"]
+
+
+def test_what_all_ranks_of_the_job_want_is_read_by_the_first_rank_of_a_host() -> None:
+    def planned(*wanted: tuple[str, dict[str, str]], once_per_job: bool = True) -> Any:
+        return broadcast.plan_reads([
+            {"host": host, "files": files, "once_per_job": once_per_job} for host, files in wanted
+        ])  # fmt: skip
+
+    alike = dict.fromkeys("abcd", "1")
+    of_two = ("two", {**alike, "y": "2", "z": "3"})
+    plan = planned(of_two, ("one", alike), of_two, ("six", alike), ("one", {**alike, "y": "2"}))
+    assert [(group["ranks"], group["files"], group["leaders"]) for group in plan] == [
+        ([1, 4], {}, False),
+        ([3], {}, False),
+        ([0, 2], {"y": 0, "z": 2}, False),
+        ([1, 3, 0], {"a": 1, "b": 3, "c": 0, "d": 1}, True),
+    ]
+    assert len({group["name"] for group in plan}) == len(plan)
+    (one_host,) = planned(of_two, of_two)
+    assert (set(one_host["files"].values()), one_host["leaders"]) == ({0, 1}, False)
+    assert planned(("one", {"x": "1"}), ("two", {"x": "2"})) == []
+    (on_its_own,) = planned(of_two, ("one", alike), of_two, once_per_job=False)
+    assert (on_its_own["ranks"], on_its_own["leaders"]) == ([0, 2], False)
+
+
+def test_what_is_read_once_for_the_job_passes_through_the_first_ranks_of_the_hosts_and_then_through_each_host() -> None:
+    passed = list[tuple[str, int]]()
+
+    class Group:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def broadcast(self, memory: torch.Tensor, reader: int) -> None:
+            passed.append((self.name, reader))
+
+    root, groups = MemoryStorage("passed"), (Group("leaders"), Group("host"))
+    shared = Broadcasts(2, {"a/once": 0, "a/here": 3}, groups, {"a/once"})  # type: ignore[arg-type]
+    transfers = [Transfer(file_of(root, name), 0, 2) for name in ("once", "here")]
+    for transfer in shared.split(transfers)[1]:
+        transfer.reader.read_into(0, memoryview(bytearray(2)))
+    assert passed == [("host", 3), ("leaders", 0), ("host", 0)]
+
+
+@pytest.mark.parametrize(("reader", "source"), [(1, 14), (0, 13), (5, 13)])
+def test_what_a_rank_outside_has_read_comes_from_the_first_rank_of_the_group(
+    reader: int, source: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[int]()
+
+    def sent(memory: torch.Tensor, rank: int, **_: Any) -> Any:
+        asked.append(rank)
+        return SimpleNamespace(wait=lambda within: None)
+
+    monkeypatch.setattr(torch.distributed, "broadcast", sent)
+    group_of(SingleProcess((13, 14, 15, 16, 17, 18))).broadcast(torch.zeros(1), reader)
+    assert asked == [source]
+
+
+@pytest.mark.parametrize("source", [0, 1])
+def test_the_rank_that_reads_does_not_wait_until_the_others_have_a_piece_but_for_the_piece_before_it(
+    source: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = list[str]()
+
+    def begun(memory: torch.Tensor, *_: Any, **__: Any) -> Any:
+        number = int(memory)
+        done.append(f"begin {number}")
+        return SimpleNamespace(wait=lambda within: done.append(f"end {number}"))
+
+    monkeypatch.setattr(torch.distributed, "broadcast", begun)
+    group = group_of(SingleProcess())
+    with group.phase():
+        for number in range(2):
+            group.broadcast(torch.tensor(number), source)
+            done.append("read")
+    expected = [["begin 0", "read", "end 0", "begin 1", "read", "end 1"]]
+    expected += [["begin 0", "end 0", "read", "begin 1", "end 1", "read"]]
+    assert done == expected[source]
+
+
+def test_where_ranks_have_no_group_the_first_broadcast_says_why() -> None:
+    plan: Any = {"ranks": [0, 1], "files": {}, "name": "load", "leaders": True}
+    group = BroadcastGroup(None, SingleProcess(), plan, "no route")
+    expected = r"all hosts could not connect to each other with gloo \(no route\)\. Set GLOO_SOCKET_IFNAME"
+    with pytest.raises(RanksError, match=expected), group.phase():
+        group.broadcast(torch.zeros(1), 0)
+    group.dissolve()
 
 
 def test_a_file_is_described_by_what_is_wanted_of_it_and_when() -> None:
@@ -75,7 +170,7 @@ def test_what_is_read_for_all_is_apart_and_in_one_order() -> None:
     root, group = MemoryStorage("split"), Passed()
     files = {name: file_of(root, name) for name in ("c", "b", "a")}
     transfers = [Transfer(files[name], start, 2) for start in (0, 2) for name in ("c", "b", "a")]
-    shared = Broadcasts(0, {"a/c": 1, "a/a": 0}, group)  # type: ignore[arg-type]
+    shared = Broadcasts(0, {"a/c": 1, "a/a": 0}, (group,))  # type: ignore[arg-type]
     alone, common = shared.split(transfers)
     assert [transfer.reader.stored.key for transfer in alone] == ["a/b", "a/b"]
     assert [(transfer.reader.stored.key, transfer.start) for transfer in common] == [
@@ -84,9 +179,8 @@ def test_what_is_read_for_all_is_apart_and_in_one_order() -> None:
     assert common[0].reader is common[1].reader
     assert (common[0].reader.source, common[2].reader.source, common[2].reader.rank) == (0, 1, 0)
     assert [shared.reads_here(transfer) for transfer in transfers[:3]] == [False, True, True]
-    assert shared.phase() == "phase"  # type: ignore[comparison-overlap]
-    with Broadcasts(0).phase():
-        pass
+    with shared.phase(), Broadcasts(0).phase():
+        assert group.phases == 1
 
 
 @pytest.mark.parametrize(
@@ -116,7 +210,7 @@ def test_bytes_and_errors_of_the_rank_that_reads_are_those_of_all(error: Excepti
     storage.inner.write("a/x", [b"012345"])
     file, read = file_of(storage, "x"), list[bytes]()
     for rank in (1, 0):
-        shared = Broadcasts(rank, {"a/x": 1}, group)  # type: ignore[arg-type]
+        shared = Broadcasts(rank, {"a/x": 1}, (group,))  # type: ignore[arg-type]
         (transfer,) = shared.split([Transfer(file, 0, 5)])[1]
         one, two = bytearray(2), bytearray(3)
         if error is None:
@@ -148,8 +242,9 @@ class Noted(SingleProcess):
         return [rank for rank in ranks if rank in self.quiet]
 
 
-def group_of(ranks: Any) -> BroadcastGroup:
-    return BroadcastGroup(SimpleNamespace(), ranks, {"ranks": [0, 1, 2], "files": {}, "name": "load"})  # type: ignore[arg-type]
+def group_of(ranks: Any, *, leaders: bool = False) -> BroadcastGroup:
+    plan: Any = {"ranks": [0, 1, 2], "files": {}, "name": "load", "leaders": leaders}
+    return BroadcastGroup(SimpleNamespace(), ranks, plan)  # type: ignore[arg-type]
 
 
 def test_nobody_waits_for_a_rank_that_has_failed_or_ended_or_is_silent() -> None:
@@ -160,8 +255,9 @@ def test_nobody_waits_for_a_rank_that_has_failed_or_ended_or_is_silent() -> None
     assert ranks.watched == [[2]]
     with pytest.raises(FollowingError, match="rank 1 and this rank read different bytes"):
         group_of(Noted(r1=""))._check_members(watch, late=True)
-    with pytest.raises(FollowingError, match="rank 2: OSError: x"):
-        group_of(Noted(r1="", r2="OSError: x"))._check_members(watch, late=False)
+    for leaders, whose in ((False, "the ranks on this host"), (True, "the first ranks of all hosts")):
+        with pytest.raises(FollowingError, match=f"{whose} stopped reading .* rank 2: OSError: x"):
+            group_of(Noted(r1="", r2="OSError: x"), leaders=leaders)._check_members(watch, late=False)
     group_of(Noted(r0="mine", r9="of another host"))._check_members(watch, late=True)
     with pytest.raises(RanksError, match="rank 2 gave no sign of life for 7 s"):
         group_of(Noted([2]))._check_members(watch, late=False)

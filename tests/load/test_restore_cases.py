@@ -998,7 +998,7 @@ class TestOneRestoration:
 
     def test_one_rank_whose_objects_changed_lets_all_check_again(self) -> None:
         joint, alone = restore._joint_check, {"reads": None}
-        files: Any = {"reads": {"host": "one", "files": {"x": "1"}}}
+        files: Any = {"reads": {"host": "one", "files": {"x": "1"}, "once_per_job": False}}
         assert joint([alone, {"changed": True}]) == {"changed": True}
         assert joint([alone, alone]) == {"plan": None}
         (plan,) = joint([files, files])["plan"]

@@ -23,11 +23,11 @@ from ckpt.memory.replicas import (
     LinkError,
     Transfer,
     bandwidth,
-    interface_to,
     plan_transfers,
 )
 from ckpt.memory.slot_storage import REPLICA
 from ckpt.ranks.find import find_ranks
+from ckpt.ranks.hosts import interface_to
 from ckpt.root.mirror import Throttle
 from ckpt.storage import LocalStorage
 from tests.helpers.namespaces import Node, run_on_nodes
@@ -115,7 +115,7 @@ import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 import ckpt
-from ckpt.memory.replicas import interface_to
+from ckpt.ranks.hosts import interface_to
 
 root, state, last, expected = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 dist.init_process_group("gloo")

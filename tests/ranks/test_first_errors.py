@@ -16,6 +16,7 @@ import torch
 import ckpt
 from ckpt.formats.native.shard_table import ShardedState
 from ckpt.load import broadcast
+from ckpt.ranks import hosts as host_names
 from ckpt.storage import ANY, Buffer, LocalStorage
 from tests.helpers.hosted import ended, hosted_ranks
 from tests.helpers.places import PassedOn, Place
@@ -48,7 +49,13 @@ def test_ranks_that_differ_in_what_they_read_in_place_load_and_do_not_wait_for_e
     assert run_ranks(2, _differ_in_what_is_live, str(root), saved) == [0, 0]
 
 
-def _fail_while_reading_together(rank: int, root: str) -> None:
+# Who reads together, and the host of each rank. Rank 1 reads the optimizer's file for the others; in the last job, it
+# is not the first rank of its host, and there is a host of one rank.
+TOGETHER = pytest.mark.parametrize(("shared", "hosts"), [(True, "aa"), ("job", "abba"), ("job", "aab")])
+
+
+def _fail_while_reading_together(rank: int, root: str, shared: bool | str, hosts: str) -> None:
+    host_names.host_name = lambda: hosts[rank]
     read_into = broadcast._BroadcastFile.read_into
 
     def fails(self: Any, start: int, *buffers: memoryview) -> None:
@@ -61,7 +68,7 @@ def _fail_while_reading_together(rank: int, root: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     began = time.monotonic()
     with ckpt.StateManager(
-        root, model=model, optimizer=optimizer, ranks=ckpt.RankOptions(broadcast=True, timeout=60)
+        root, model=model, optimizer=optimizer, ranks=ckpt.RankOptions(broadcast=shared, timeout=60)
     ) as manager:
         with pytest.raises(ckpt.CkptError, match="rank 1: MemoryError: no room on this rank") as raised:
             manager.load_state("x")
@@ -69,35 +76,45 @@ def _fail_while_reading_together(rank: int, root: str) -> None:
     assert time.monotonic() - began < 50
 
 
-def test_a_rank_that_fails_while_all_read_together_is_named_at_once(root: Place) -> None:
+@TOGETHER
+def test_a_rank_that_fails_while_all_read_together_is_named_at_once(
+    root: Place, shared: bool | str, hosts: str
+) -> None:
     save(root)
-    assert run_ranks(2, _fail_while_reading_together, str(root)) == [0, 0]
+    run_ranks(len(hosts), _fail_while_reading_together, str(root), shared, hosts)
 
 
-def _freeze_while_reading_together(rank: int, root: str) -> None:
+def _stop_while_reading_together(rank: int, root: str, shared: bool | str, hosts: str, how: signal.Signals) -> None:
+    broadcast._DEADLINE = timedelta(seconds=60)  # or the ranks would wait longer than the test
+    host_names.host_name = lambda: hosts[rank]
     read_into = broadcast._BroadcastFile.read_into
 
-    def freezes(self: Any, start: int, *buffers: memoryview) -> None:
+    def stops(self: Any, start: int, *buffers: memoryview) -> None:
         if self.stored.key.endswith("optimizer.safetensors") and rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            os.kill(os.getpid(), how)
         read_into(self, start, *buffers)
 
-    broadcast._BroadcastFile.read_into = freezes  # type: ignore[method-assign]
+    broadcast._BroadcastFile.read_into = stops  # type: ignore[method-assign]
     model = large(2)
     optimizer = torch.optim.AdamW(model.parameters())
     manager = ckpt.StateManager(
-        root, model=model, optimizer=optimizer, ranks=ckpt.RankOptions(broadcast=True, timeout=4)
+        root, model=model, optimizer=optimizer, ranks=ckpt.RankOptions(broadcast=shared, timeout=4)
     )
-    with pytest.raises(ckpt.RanksError, match="rank 1 gave no sign of life for 4 s"):
+    ended = "|a rank ended while it was reading" if how is signal.SIGKILL else ""
+    with pytest.raises(ckpt.RanksError, match=f"rank 1 (gave no sign of life for|did not answer within) 4 s{ended}"):
         manager.load_state("x")
     manager.close()
 
 
-def test_a_rank_that_freezes_while_all_read_together_is_named_within_timeout(root: Place) -> None:
+@TOGETHER
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_for_a_rank_that_freezes_or_dies_while_all_read_together_no_other_waits_longer_than_timeout(
+    root: Place, shared: bool | str, hosts: str, how: signal.Signals
+) -> None:
     save(root)
-    with hosted_ranks(2, _freeze_while_reading_together, str(root)) as jobs:
-        assert ended(jobs[0], within=60) == 0
-        assert jobs[1].exitcode is None
+    with hosted_ranks(len(hosts), _stop_while_reading_together, str(root), shared, hosts, how) as jobs:
+        assert [ended(job, within=60) for rank, job in enumerate(jobs) if rank != 1] == [0] * (len(hosts) - 1)
+        assert jobs[1].exitcode == (None if how is signal.SIGSTOP else -how)
 
 
 class _FullDisk(PassedOn):

@@ -112,9 +112,9 @@ def test_ranks_that_are_new_draw_numbers_that_no_other_rank_draws(root: Place, t
 
 def test_only_files_of_which_all_ranks_want_the_same_bytes_are_read_together() -> None:
     told: list[RankReads] = [
-        {"host": "a", "files": {"common": "1", "rows": "2", "mine": "3"}},
-        {"host": "a", "files": {"common": "1", "rows": "another digest"}},
-        {"host": "b", "files": {"common": "1"}},
+        {"host": "a", "files": {"common": "1", "rows": "2", "mine": "3"}, "once_per_job": False},
+        {"host": "a", "files": {"common": "1", "rows": "another digest"}, "once_per_job": False},
+        {"host": "b", "files": {"common": "1"}, "once_per_job": False},
     ]
     (plan,) = plan_reads(told)
     assert plan["ranks"] == [0, 1]
