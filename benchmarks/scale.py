@@ -36,6 +36,7 @@ from benchmarks.shared.report import Run, in_seconds, parser, table
 from benchmarks.shared.results import Samples
 from ckpt.ranks.store_and_heartbeats import TimedStore
 from ckpt.ranks.store_group import StoreGroup
+from ckpt.save.transaction import IN_A_FILE
 from ckpt.storage.object_storage import ObjectStorage
 
 SIZES = (16, 256, 4096, 16_384)
@@ -69,12 +70,12 @@ class OtherRanks:
         self.ranks, self.objects = ranks, objects
         self.seconds = 0.0  # that were spent on simulation
         self.requests: Counter[str] = Counter()  # of rank 0 to the store
-        self.sent = 0  # bytes that rank 0 has received
+        self.sent = 0  # bytes that rank 0 has received, or the store in its process
         self.exchanges = 0
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        gather, broadcast, call = StoreGroup.gather, StoreGroup.broadcast, TimedStore._call
+        gather, broadcast, leave, call = StoreGroup.gather, StoreGroup.broadcast, StoreGroup.leave, TimedStore._call
         others, rest = self, self.ranks - 1
 
         def answered_gather(group: StoreGroup, name: str, data: str) -> list[str]:
@@ -89,11 +90,18 @@ class OtherRanks:
             others.exchanges += 1
             return found
 
+        def left_by_all(group: StoreGroup, key: str, value: str) -> None:
+            leave(group, key, value)
+            with others.paused():
+                for rank in range(1, others.ranks):
+                    group._store._store.set(f"{key}/{rank}", value)
+                others.sent += len(value) * (others.ranks - 1)
+
         def counted_call(store: TimedStore, do: Any) -> Any:
             others.requests["calls"] += 1
             return call(store, do)
 
-        exchanges = patch.multiple(StoreGroup, gather=answered_gather, broadcast=read_broadcast)
+        exchanges = patch.multiple(StoreGroup, gather=answered_gather, broadcast=read_broadcast, leave=left_by_all)
         with exchanges, patch.object(TimedStore, "_call", counted_call):
             yield
 
@@ -108,14 +116,30 @@ class OtherRanks:
             said = json.loads(data)
             value = said.get("value")
             if isinstance(value, dict) and "files" in value:
-                value["files"] = [entry for entry in value["files"] if "00000" in entry["file"]["name"]]
+                joined = next((entry for entry in value["files"] if "ranks-" in entry["file"]["name"]), None)
+                value["files"] = [entry for entry in value["files"] if "00000." in entry["file"]["name"]]
                 for entry in value["files"]:
                     self._copy_file(entry["file"]["path"])
+            if isinstance(value, list) and isinstance(value[0], dict) and "names" in value[0]:
+                value[0]["names"] = {}  # rank 0 has said them for all
             text = json.dumps(said)
             for rank in range(1, self.ranks):
                 answer = text.replace("00000.", f"{rank:05d}.")
+                if isinstance(value, dict) and "files" in value and joined and rank % IN_A_FILE == 0:
+                    said["value"] = {**value, "files": [*value["files"], self._joined(joined, rank)]}
+                    answer = json.dumps(said).replace("00000.", f"{rank:05d}.")
                 group._store._store.set(group._answer_key(rank), answer)
                 self.sent += len(answer)
+
+    def _joined(self, entry: dict[str, Any], first: int) -> dict[str, Any]:
+        """The file of documents that this rank writes for those after it, too."""
+        last = min(first + IN_A_FILE, self.ranks) - 1
+        file, found = entry["file"], f"ranks-{first:05d}-{last:05d}.jsonl"
+        blocks = file["blocks"][: last - first + 1]
+        size = len(blocks) * file["block_size"]
+        for key, content in [item for item in self.objects.content.items() if item[0].endswith(f"/{file['path']}")]:
+            self.objects.content[key.replace(file["path"], found)] = content[:size]
+        return {**entry, "file": {**file, "name": found, "path": found, "blocks": blocks, "size": size}}
 
     def _copy_file(self, path: str) -> None:
         for key, content in [item for item in self.objects.content.items() if item[0].endswith(f"/{path}")]:

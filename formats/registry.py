@@ -51,7 +51,9 @@ def _named(pattern: str) -> Sign:
     return lambda files: next(filter(compiled.fullmatch, files), None)
 
 
-_own_document = _named(rf"(?:{re.escape(STATE.removesuffix('.json'))}|rank-\d{{5}})(?:\.[0-9a-f]{{8}})?\.json")
+_own_document = _named(
+    rf"(?:{re.escape(STATE.removesuffix('.json'))}|rank-\d{{5}}|ranks-\d{{5,}}-\d{{5,}})(?:\.[0-9a-f]{{8}})?\.jsonl?"
+)
 _engine_states = _named(
     r"(?:zero_pp_rank_\d{1,9}_)?mp_rank_\d\d(?:_\d{3})?_model_states\.pt|layer_\d.*-?model_states\.pt|expp_rank_.*\.pt"
 )

@@ -204,7 +204,8 @@ class FilePlan:
     `likely_unchanged`: it probably equals the file of the previous checkpoint (frozen weights). `contents` are the
     bytes and named tensors that it consists of, in order; None if some are still to be fetched. `in_memory`: all pieces
     are in host memory and do not change until the file is written. `reserved`: the file of the storage that this memory
-    is, if it is one. `hashes`: those of its bytes, if a device has computed them.
+    is, if it is one. `hashes`: those of its bytes, if a device has computed them. `block_size`: of the blocks that are
+    hashed, if it is not that of all files.
     """
 
     path: str
@@ -216,6 +217,7 @@ class FilePlan:
     head: int = 0  # bytes at its start (a header) that readers fetch separately
     reserved: Any = None
     hashes: FileHashes | None = None
+    block_size: int = 0
 
     @classmethod
     def of(cls, path: str, data: bytes) -> FilePlan:

@@ -22,7 +22,17 @@ from ckpt.data.repartition import Layout as EpochLayout
 from ckpt.errors import DamagedError
 from ckpt.formats.checks import damage_reported
 from ckpt.formats.layout import Box, Layout, Members, over_all_ranks
-from ckpt.formats.native.documents import INLINE, STATE, Decoder, decode_inline, from_json, parts_in, rank_document
+from ckpt.formats.native.documents import (
+    INLINE,
+    STATE,
+    Decoder,
+    PlacedDocument,
+    decode_inline,
+    document_places,
+    from_json,
+    parts_in,
+    rank_document,
+)
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.native.shard_table import ShardedTensors, ShardTable
@@ -553,8 +563,13 @@ class CheckpointReader:
     def _asked_for(self, transfer: Transfer) -> None:
         self._asked.append(transfer)
 
+    @cached_property
+    def _documents(self) -> dict[str, PlacedDocument]:
+        return document_places(file for file in self.manifest.files if not file.name.endswith(SUFFIX))
+
     def _document(self, name: str) -> Any:
-        if name not in self._records:
+        if name not in self._documents:
             raise DamagedError(f"{self.manifest.name} is damaged: its manifest does not list {name}.")
-        file = self._file(name)
-        return from_json(file.read(0, file.record.size), file.stored.key)
+        record, start, stop = self._documents[name]
+        file = self._file(record.name)
+        return from_json(file.read(start, stop), file.stored.key)

@@ -69,6 +69,12 @@ class Ranks(Protocol):
     def first_wins(self, key: str, value: str) -> str:
         """Compare-and-set: the value of the first rank that calls this, on every rank. Does not wait."""
 
+    def leave(self, key: str, value: str) -> None:
+        """Leave a value of this rank under a key for one rank, which takes it. Does not wait."""
+
+    def take(self, key: str, ranks: list[int]) -> list[str]:
+        """The values that these ranks have left under a key, which are gone then. They must be there."""
+
     def speaks_for(self, text: str) -> bool:
         """Whether this rank is the first of all that ask with this text before the same gather: what ranks have alike
         need be sent once. Now and then, after a gather that was given up, several are the first. Does not wait."""
@@ -132,6 +138,12 @@ class SingleProcess:
 
     def first_wins(self, key: str, value: str) -> str:
         return self._values.setdefault(key, value)
+
+    def leave(self, key: str, value: str) -> None:
+        self._values[key] = value
+
+    def take(self, key: str, ranks: list[int]) -> list[str]:
+        return [self._values.pop(key) for _ in ranks]
 
     def speaks_for(self, text: str) -> bool:
         return True

@@ -253,6 +253,15 @@ class StoreGroup:
     def first_wins(self, key: str, value: str) -> str:
         return self._store.compare_set(key, "", value)
 
+    def leave(self, key: str, value: str) -> None:
+        self._store.set(f"{key}/{self.rank}", value)
+
+    def take(self, key: str, ranks: list[int]) -> list[str]:
+        keys = [f"{key}/{rank}" for rank in ranks]
+        values = self._store.get_all(keys)
+        self._store.delete_each(keys)
+        return values
+
     def speaks_for(self, text: str) -> bool:
         if self.rank != MAIN:
             self._failed_gathers = self._store.add(_FAILURES, 0)  # as `gather` will find it, too

@@ -55,7 +55,8 @@ class FileHasher:
 
     def __init__(self, plan: FilePlan, *, sha256: bool = False) -> None:
         self._plan = plan
-        self._hasher = BlockHasher(sha256=sha256)
+        self._block_size = plan.block_size or BLOCK_SIZE
+        self._hasher = BlockHasher(self._block_size, sha256=sha256)
         self._head = b""
 
     def through(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
@@ -77,6 +78,7 @@ class FileHasher:
             path=path,
             size=self._plan.size if blocks else self._hasher.size,
             blocks=blocks or self._hasher.digests,
+            block_size=self._block_size,
             head=(self._plan.head, digest(self._head)) if self._plan.head else None,
             sha256=by_sha256,
             head_sha256=sha256(self._head) if self._plan.head and by_sha256 else "",

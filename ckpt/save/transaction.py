@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import logging
 import os
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
@@ -16,7 +18,7 @@ import torch
 
 from ckpt.errors import FullError, RanksError, StorageError
 from ckpt.formats.layout import Members
-from ckpt.formats.native.documents import rank_document
+from ckpt.formats.native.documents import LONGEST_JOINED, joined_file, joined_name, rank_document
 from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.formats.tensors import FilePlan
 from ckpt.ranks.consensus import MAIN, Other, Ranks, Result, Value, decide_together
@@ -151,7 +153,20 @@ def name_straggler(name: str, seconds: list[float], members: Members) -> tuple[i
     return number, seconds[slowest]
 
 
-MAIN_WRITES = 64  # ranks whose documents the main rank writes; of more ranks, each writes its own
+# Ranks' documents: of few ranks, each is a file; of more, a line of a file with those of many. See decision 0042.
+ALONE = 8  # ranks
+IN_A_FILE = 256  # documents
+MAIN_WRITES = 64  # ranks whose documents are sent to the main rank; those of more go to one rank for each file
+_LEFT = "document"
+
+
+def _packed(document: bytes) -> str:
+    """For the store, through which the documents of thousands of ranks go: less than half as long."""
+    return base64.b64encode(zlib.compress(document, 1)).decode()
+
+
+def _unpacked(text: str) -> bytes:
+    return zlib.decompress(base64.b64decode(text))
 
 
 @dataclass(frozen=True)
@@ -190,6 +205,7 @@ class SaveTransaction:
     number: int = 0  # in the sequence of all that the run captures, for its root and for memory
     _live: Result[LiveState] = field(default_factory=Result)
     _description: RankDescription | None = None
+    _sent: Mapping[int, bytes] = field(default_factory=dict)  # documents that go into joined files, on the main rank
 
     @property
     def detached(self) -> bool:
@@ -280,7 +296,7 @@ class SaveTransaction:
         if plan is None:
             plan = self._save_differences()
         begun = self._begun(Attempt(**plan["attempt"]), plan)
-        written = Result.capture(lambda: self._write(begun, plan["unread"]))
+        written = Result.capture(lambda: self._write(begun, plan))
         done = self._agree(written, lambda files: self._commit(begun, files), " (files written)")
         self.is_saved = done["is_saved"]
         if not self.is_saved:
@@ -293,11 +309,24 @@ class SaveTransaction:
 
     @property
     def _own_documents(self) -> list[FilePlan]:
-        """This rank's document, if it writes it itself: of many ranks, those do that write files in any case."""
+        """This rank's document, if it writes it itself: one of many that is no line does, if it writes files anyway."""
         captured = self.captured.get()
-        few = self.root.ranks.world_size <= MAIN_WRITES or self.root.hosts.separate_roots
         writes = captured.rank_files or captured.diverged_files  # those are all that most ranks of a pipeline write
-        return [FilePlan.of(rank_document(captured.rank), captured.document)] if writes and not few else []
+        alone = writes and not self._few and not self._is_joined(captured)
+        return [FilePlan.of(rank_document(captured.rank), captured.document)] if alone else []
+
+    @property
+    def _few(self) -> bool:
+        """Whether the main rank is sent all documents."""
+        return self.root.ranks.world_size <= MAIN_WRITES or self.root.hosts.separate_roots
+
+    @property
+    def _joins(self) -> bool:
+        """Whether the documents of many ranks are in one file. A host with a root of its own has each in its own."""
+        return self.root.ranks.world_size > ALONE and not self.root.hosts.separate_roots
+
+    def _is_joined(self, captured: CapturedState) -> bool:
+        return self._joins and len(captured.document) < LONGEST_JOINED
 
     @property
     def _owns_another_root(self) -> bool:
@@ -384,9 +413,13 @@ class SaveTransaction:
     def _proposal(self, captured: CapturedState, *, compare: bool = True) -> dict[str, Any]:
         """What the main rank must know of this rank to plan the save."""
         several = compare and self.root.ranks.world_size > 1
-        own = self._own_documents
+        own, is_joined = self._own_documents, self._is_joined(captured)
+        is_left = self._joins and not self._few
+        if is_left:  # before this rank answers, so that it is there when the plan is made
+            self.channel.leave(_LEFT, _packed(captured.document if is_joined else b""))
         return {
-            "document": None if own else captured.document.decode(),
+            "document": None if own or (is_left and is_joined) else captured.document.decode(),
+            "line": len(captured.document) + 1 if is_joined else 0,
             "paths": [file.path for file in (*own, *captured.rank_files, *captured.diverged_files)],
             "outline": self._described(captured).outline if several else {},
             "size": captured.unlinked_size(self.root.links.sizes) if self.request.check_room else 0,
@@ -402,9 +435,13 @@ class SaveTransaction:
             return None
         captured = self.captured.get()
         texts = {rank: proposal["document"] for rank, proposal in enumerate(proposals)}
-        own = [FilePlan.of(rank_document(rank), text.encode()) for rank, text in texts.items() if text is not None]
+        sent = {rank: text.encode() for rank, text in texts.items() if text is not None}
+        self._sent = {rank: text for rank, text in sent.items() if proposals[rank]["line"]}
+        own = [FilePlan.of(rank_document(rank), text) for rank, text in sent.items() if rank not in self._sent]
         self.documents = [captured.values_file, *own]
         shared = [file.path for file in [*captured.common_files, *self.documents]]
+        joined = self._plan_joined(proposals)
+        shared += [joined_name(ranks) for ranks in self._groups] if joined else []
         paths = [*shared, *(path for proposal in proposals for path in proposal["paths"])]
         present = {path for proposal in proposals for path in proposal["present"]}
         if not self.request.amends or self.root.committed_as(self.request.name) is None:  # most of it stays, else
@@ -412,20 +449,50 @@ class SaveTransaction:
         attempt = self.root.begin(self.request.name, paths, present, self.number)
         attempt = replace(attempt, amends=self.request.amends and bool(attempt.replaces))
         self.trace(f"agreed on {len(paths)} files" + (f" of {len(proposals)} ranks" if len(proposals) > 1 else ""))
-        plan: dict[str, Any] = {"attempt": asdict(attempt), "unread": self.root.unread_newest}
+        plan: dict[str, Any] = {"attempt": asdict(attempt), "unread": self.root.unread_newest, **joined}
         if self.root.hosts.separate_roots:
             documents = {file.path: b"".join(file.pieces()).decode() for file in self.documents}
             plan |= {"paths": paths, "documents": documents}
         return plan
 
-    def _write(self, attempt: Attempt, unread: str | None) -> dict[str, Any]:
-        captured = self.captured.get()
+    @property
+    def _groups(self) -> list[range]:
+        """The ranks whose documents are in one file each."""
+        size = self.root.ranks.world_size
+        return [range(first, min(first + IN_A_FILE, size)) for first in range(0, size, IN_A_FILE)]
+
+    def _plan_joined(self, proposals: list[dict[str, Any]]) -> dict[str, Any]:
+        """How long the lines of joined documents are, and who writes each file: of its ranks the first that writes
+        files in any case, or else the main rank. Empty if no documents are joined."""
+        length = max(proposal["line"] for proposal in proposals)
+        if not length:
+            return {}
+
+        def writer(ranks: range) -> int:
+            return MAIN if self._few else next((rank for rank in ranks if proposals[rank]["paths"]), MAIN)
+
+        return {"line": length, "writers": [writer(ranks) for ranks in self._groups]}
+
+    def _joined_files(self, plan: Mapping[str, Any]) -> list[FilePlan]:
+        """The files of documents that this rank writes for others."""
+        written = zip(self._groups, plan.get("writers", ()), strict=False)  # none, if no documents are joined
+        mine = [ranks for ranks, writer in written if writer == self.root.ranks.rank]
+        return [joined_file(ranks, self._documents_of(ranks), plan["line"]) for ranks in mine]
+
+    def _documents_of(self, ranks: range) -> list[bytes]:
+        if self._few:
+            return [self._sent.get(rank, b"") for rank in ranks]
+        return [_unpacked(text) for text in self.channel.take(_LEFT, list(ranks))]
+
+    def _write(self, attempt: Attempt, plan: Mapping[str, Any]) -> dict[str, Any]:
+        captured, unread = self.captured.get(), plan["unread"]
         if unread is not None and any(file.likely_unchanged for file in captured.files):
             self.root.links.follow_unread(self.root.storage, unread)
         if not captured.writes_common:
             captured.join_gathers()
-        self.documents = [*self.documents, *self._own_documents]
-        live = [*captured.files, *(self.documents if captured.writes_common else self._own_documents)]
+        mine = [*self._own_documents, *self._joined_files(plan)]
+        self.documents = [*self.documents, *mine]
+        live = [*captured.files, *(self.documents if captured.writes_common else mine)]
         files = [*(self._snapshot_files.get(file.path, file) for file in live), *captured.diverged_files]
         began = time.monotonic()
         stored = attempt.write(self.root.storage, files, self.root.links.files, show=self._shows)

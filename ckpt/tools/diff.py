@@ -17,7 +17,7 @@ from ckpt.export.source import open_checkpoint, open_foreign
 from ckpt.formats.checks import damage_reported
 from ckpt.formats.layout import Box
 from ckpt.formats.native import tensor_file
-from ckpt.formats.native.documents import STATE, from_json, to_json
+from ckpt.formats.native.documents import STATE, PlacedDocument, document_places, from_json, to_json
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import FileRecord, Manifest, digest
 from ckpt.formats.pieces import SLAB, PiecedTensor
@@ -326,21 +326,21 @@ class _Side:
         files = self.manifest.files if self.manifest else ()
         return list(dict.fromkeys(part_of(file.name) for file in files if file.name.endswith(SUFFIX)))
 
-    def documents(self) -> dict[str, FileRecord]:
+    def documents(self) -> dict[str, PlacedDocument]:
         files = self.manifest.files if self.manifest else ()
-        return {file.name: file for file in files if not file.name.endswith(SUFFIX)}
+        return document_places(file for file in files if not file.name.endswith(SUFFIX))
 
-    def values(self, file: FileRecord | None, part: str | None) -> dict[str, Any]:
+    def values(self, name: str, place: PlacedDocument | None, part: str | None) -> dict[str, Any]:
         """Return a dict that maps paths to the values in a document; if there is no such document, the dict is
         empty."""
-        if file is None or self.manifest is None or self.checkpoint is None:
+        if place is None or self.manifest is None or self.checkpoint is None:
             return {}
-        stored = VerifiedFile.of(self.checkpoint.root, self.manifest.name, file, sha256=self.manifest.is_authentic)
-        document = from_json(stored.read_all(), stored.stored.key)
-        with damage_reported(stored.stored.key, "checkpoint document"):
-            if file.name == STATE:
+        file = VerifiedFile.of(self.checkpoint.root, self.manifest.name, place.file, sha256=self.manifest.is_authentic)
+        document = from_json(file.read(place.start, place.stop), file.stored.key)
+        with damage_reported(file.stored.key, "checkpoint document"):
+            if name == STATE:
                 return _flatten(_part_values(document, part))
-            return _rank_hashes(file.name.removesuffix(".json"), document)
+            return _rank_hashes(name.removesuffix(".json"), document)
 
     def tensors(self, part: str, held: ExitStack) -> dict[str, PiecedTensor]:
         if self.manifest is not None and not self.files(part):
@@ -398,8 +398,8 @@ class _Comparison:
         for name in sorted(mine.keys() | theirs.keys()):
             first, second = mine.get(name), theirs.get(name)
             is_asked_for = name == STATE or self.part is None
-            if is_asked_for and (first is None or second is None or first.blocks != second.blocks):
-                yield from self._in_document(one.values(first, self.part), other.values(second, self.part))
+            if is_asked_for and (first is None or second is None or first.digests != second.digests):
+                yield from self._in_document(one.values(name, first, self.part), other.values(name, second, self.part))
 
     def _in_document(self, *flat: dict[str, Any]) -> Iterator[Difference]:
         for path in dict.fromkeys([*flat[0], *flat[1]]):

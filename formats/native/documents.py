@@ -15,11 +15,11 @@ import math
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,10 +29,11 @@ from ckpt.formats.layout import Members
 from ckpt.formats.native import tensor_file
 from ckpt.formats.native.header import METADATA
 from ckpt.formats.native.manifest import STATE as STATE
+from ckpt.formats.native.manifest import FileRecord
 from ckpt.formats.native.shard_table import ShardedState, build_table
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.sharded_tensors import is_sharded
-from ckpt.formats.tensors import PartState, Shard, Unsharded, device_obstacle, host_bytes, on_host
+from ckpt.formats.tensors import FilePlan, PartState, Shard, Unsharded, device_obstacle, host_bytes, on_host
 from ckpt.shown import Lines
 
 SAFE_INT = 1 << 63  # JSON readers hold integers of 64 bits at most
@@ -497,6 +498,54 @@ _PART_FIELDS: dict[str, type[Any]] = {"spread": dict, "differs": dict, "about": 
 
 def rank_document(rank: int) -> str:
     return f"rank-{rank:05d}.json"
+
+
+_JOINED = re.compile(r"ranks-(\d{5,8})-(\d{5,8})\.jsonl")
+LONGEST_JOINED = 64 << 10  # bytes: a longer document is a file of its own, or the lines beside it would be as long
+
+
+def joined_name(ranks: range) -> str:
+    """The file with the documents of these ranks, a line for each."""
+    return f"ranks-{ranks.start:05d}-{ranks.stop - 1:05d}.jsonl"
+
+
+def joined_file(ranks: range, documents: Sequence[bytes], length: int) -> FilePlan:
+    """The documents of these ranks in one file. Each is a line of `length` bytes, and a block with a hash of its own,
+    so that a rank reads and verifies no more than its own line. One that is a file of its own is empty here."""
+    lines = [document.ljust(length - 1) + b"\n" for document in documents]
+    data = b"".join(lines)
+    return FilePlan(
+        joined_name(ranks), len(data), lambda: iter((memoryview(data),)), contents=(data,), block_size=length
+    )
+
+
+class PlacedDocument(NamedTuple):
+    """A JSON document of a checkpoint: a file, or a line of one."""
+
+    file: FileRecord
+    start: int
+    stop: int
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """The hashes of its blocks."""
+        return self.file.blocks[self.start // self.file.block_size : -(-self.stop // self.file.block_size)]
+
+
+def document_places(files: Iterable[FileRecord]) -> dict[str, PlacedDocument]:
+    """By name, the documents in these files; those in lines by the names that they would have as files."""
+    alone, joined = {}, {}
+    for file in files:
+        found = _JOINED.fullmatch(file.name)
+        first, last = map(int, found.groups()) if found else (0, -1)
+        if found is None:
+            alone[file.name] = PlacedDocument(file, 0, file.size)
+        elif last - first + 1 == len(file.blocks):
+            length = file.block_size
+            for number in range(len(file.blocks)):
+                place = PlacedDocument(file, number * length, min((number + 1) * length, file.size))
+                joined[rank_document(first + number)] = place
+    return joined | alone
 
 
 def to_json(data: Any) -> bytes:

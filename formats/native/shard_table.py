@@ -178,18 +178,33 @@ def _aliases(tensors: Mapping[str, Any]) -> dict[str, str]:
 def balanced(tensors: Mapping[str, ShardSpec]) -> dict[str, ShardSpec]:
     """Assign each replicated tensor to the copy with the fewest bytes to write so far, largest tensors first.
 
-    Small tensors all go to copy 0, so that they lie together for whoever reads them.
+    Small tensors all go to copy 0, so that they lie together for whoever reads them. Of many copies, so few write that
+    each has much to write: every rank that writes any has a file.
     """
-    loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    shared: dict[tuple[int, ...], list[str]] = {}  # the large tensors that have copies on the same ranks
     chosen = dict(tensors)
     for name in sorted(tensors, key=lambda name: (-tensors[name].size, name)):
-        spec, copies = tensors[name], tensors[name].layout.copies
-        if copies > 1 and spec.size >= SMALL:
-            heap = loads.setdefault((copies, *spec.layout.ranks), [(0, number) for number in range(copies)])
+        spec = tensors[name]
+        if spec.layout.copies > 1 and spec.size >= SMALL:
+            shared.setdefault((spec.layout.copies, *spec.layout.ranks), []).append(name)
+    for (copies, *ranks), names in shared.items():
+        size = sum(tensors[name].size for name in names)
+        heap = [(0, number) for number in _writing(copies, size * copies // len(ranks))]
+        for name in names:
             load, copy = heapq.heappop(heap)
-            heapq.heappush(heap, (load + spec.size, copy))
-            chosen[name] = ShardSpec(spec.dtype, spec.shape, spec.layout, copy)
+            heapq.heappush(heap, (load + tensors[name].size, copy))
+            chosen[name] = replace(tensors[name], copy=copy)
     return chosen
+
+
+_FEW_COPIES = 8
+_WORTH_A_FILE = 128 << 20  # bytes
+
+
+def _writing(copies: int, size: int) -> range:
+    """The copies that write, spaced evenly: neighbours may be on one host. `size`: what a rank would write alone."""
+    step = copies // min(copies, max(_FEW_COPIES, size // _WORTH_A_FILE))
+    return range(0, copies, step)
 
 
 @torch.no_grad()

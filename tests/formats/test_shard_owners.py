@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
 
 from ckpt.formats.layout import Layout
+from ckpt.formats.native import shard_table
 from ckpt.formats.native.shard_table import ShardSpec, ShardTable, balanced, written_by
 from ckpt.formats.native.tensor_file import SMALL
 
@@ -55,3 +57,32 @@ def test_every_large_tensor_is_written_once_and_all_copies_have_some_to_write(
         for name in mine:
             written[name] += math.prod(layout.box(shape, rank).sizes)
     assert written == dict.fromkeys(names, math.prod(shape))
+
+
+@pytest.mark.parametrize(
+    ("copies", "megabytes", "writers"),
+    [(8, 64, 8), (64, 64, 8), (64, 32 * 128, 32), (64, 20 * 128, 22), (64, 64 * 128, 64), (12, 64, 12)],
+)
+def test_of_many_copies_so_few_write_that_each_file_is_worth_it_and_hosts_far_apart_have_them(
+    copies: int, megabytes: int, writers: int
+) -> None:
+    layout = Layout((copies, 4), tuple(range(4 * copies)), ("R", "S0"))
+    shape = 4, (megabytes << 20) // 1000 + 1  # a row is a thousandth of what each of the four ranks would write alone
+    found = balanced({f"t{number}": ShardSpec(torch.uint8, shape, layout) for number in range(1000)})
+    used = Counter(spec.copy for spec in found.values())
+    assert len(used) == writers
+    numbers = sorted(used)
+    assert len({later - earlier for earlier, later in pairwise(numbers)}) == 1  # they are spaced evenly
+    assert max(used.values()) - min(used.values()) <= 1
+
+
+def test_a_model_replicated_on_a_thousand_ranks_is_in_few_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, shape = Layout((128, 8), tuple(range(1024)), ("R", "S0")), (24, SMALL // 4)
+    specs = {f"t{number}": ShardSpec(torch.float32, shape, layout) for number in range(500)}
+
+    def files() -> int:
+        return len(set().union(*(spec.writers() for spec in balanced(specs).values())))
+
+    assert files() == 8 * 8
+    monkeypatch.setattr(shard_table, "_WORTH_A_FILE", 1)
+    assert files() == 1024
