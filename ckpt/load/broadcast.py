@@ -27,6 +27,7 @@ import torch.distributed as dist
 from ckpt.errors import AbsentError, CkptError, DeniedError, RanksError, StorageError, TransientError, TruncatedError
 from ckpt.formats.native.manifest import digest
 from ckpt.formats.tensors import Transfer, host_bytes
+from ckpt.load.verified_read import plan_reads as plan_reads_of_blocks
 from ckpt.ranks import hosts
 from ckpt.ranks.consensus import FollowingError, Ranks
 from ckpt.ranks.store_and_heartbeats import LivenessWatch, format_ranks
@@ -221,7 +222,7 @@ class Broadcasts:
         key = file.stored.key
         groups = self.groups if key in self.once else self.groups[-1:]
         return _BroadcastFile(
-            file.stored, file.record, file.sha256, groups=groups, source=self.readers[key], rank=self.rank
+            file.stored, file.record, file.sha256, file.shared, groups=groups, source=self.readers[key], rank=self.rank
         )
 
 
@@ -293,11 +294,15 @@ def _in_job(ranks: Ranks, numbers: list[int]) -> list[int]:
 
 
 def _described(phases: Sequence[list[Transfer]]) -> dict[str, str]:
-    """For each file a digest of the bytes that are wanted of it, and in which phase."""
-    spans: dict[str, list[tuple[int, int, int]]] = {}
+    """For each file a digest of the bytes that are wanted of it, and in which phase; of a shared file, of the blocks:
+    it is read block by block, whatever is wanted of them."""
+    spans: dict[str, list[tuple[int, ...]]] = {}
     for number, transfers in enumerate(phases):
         for transfer in transfers:
-            spans.setdefault(transfer.reader.stored.key, []).append((number, transfer.start, transfer.size))
+            if not transfer.reader.shared:
+                spans.setdefault(transfer.reader.stored.key, []).append((number, transfer.start, transfer.size))
+        for block in plan_reads_of_blocks([transfer for transfer in transfers if transfer.reader.shared]):
+            spans.setdefault(block.file.stored.key, []).append((number, block.index))
     return {key: digest(repr(found).encode()) for key, found in spans.items()}
 
 

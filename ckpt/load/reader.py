@@ -522,15 +522,15 @@ class CheckpointReader:
 
     def _files_of_rank(self, key: str, rank: int) -> list[TensorFile]:
         """The files with a rank's shards of a part. Of a united part they may also be where its own tensors are."""
-        shards = self._files(spread_file, key, rank)
+        shards = self._files(spread_file, key, rank, shared=self._table(key).together > 1)
         if not self._part(key).get("united"):
             return shards
         whole = self._files(whole_file, key) if rank == MAIN else []
         return [*shards, *self._files(whole_file, own_key(key, rank)), *whole]
 
-    def _files(self, name: Callable[..., str], *about: Any) -> list[TensorFile]:
+    def _files(self, name: Callable[..., str], *about: Any, shared: bool = False) -> list[TensorFile]:
         """The file of a name, and those beside it: with the frozen tensors, or the items of lists."""
-        return [self._tensor_file(file) for file in self._beside.get(name(*about), ())]
+        return [self._tensor_file(file, shared=shared) for file in self._beside.get(name(*about), ())]
 
     @cached_property
     def _beside(self) -> Mapping[str, list[str]]:
@@ -552,8 +552,8 @@ class CheckpointReader:
     def _sizes(self) -> dict[str, int]:
         return {entry.key: entry.size for entry in self._storage.list(self.manifest.name)}
 
-    def _tensor_file(self, name: str) -> TensorFile:
-        file = self._file(name)
+    def _tensor_file(self, name: str, *, shared: bool = False) -> TensorFile:
+        file = replace(self._file(name), shared=shared)
         return TensorFile.open(file, file.stored.key, file.record.size, self._asked_for)
 
     def _file(self, name: str) -> VerifiedFile:

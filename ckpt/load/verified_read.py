@@ -283,8 +283,10 @@ def _read_and_verify(block: BlockRead, buffers: _ThreadBuffers) -> str | None:
 
 
 def _read_only(block: BlockRead, buffers: _ThreadBuffers) -> None:
-    for _, _, segments in block.windows():
-        if segments:
+    for start, stop, segments in block.windows():
+        if block.file.shared:  # all ranks of the host may take part, whatever each wants
+            _read_window(block, start, stop, segments, buffers)
+        elif segments:
             _read_window(block, segments[0].start, segments[-1].stop, segments, buffers)
         _count_filled(segments)
 

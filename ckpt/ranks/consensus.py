@@ -220,16 +220,16 @@ def decide_together(ranks: Ranks, call: str, mine: Result[Value], decide: Callab
     """
     try:
         answers = ranks.gather(call, mine.to_json(call))
+        if ranks.rank != MAIN:
+            decision = Result[Other].from_json(ranks.broadcast(call, ""))
     except RanksError as error:
-        if mine.error is None:
+        if mine.error is None or isinstance(mine.error, FollowingError):
             raise
         raise mine.error from error  # it came first, and may be why another rank has gone
     if ranks.rank == MAIN:
         with ranks.working():  # `decide` may remove files, or wait for a lock
             decision = Result.capture(lambda: decide(values_of(call, [mine.to_json(call), *answers[1:]])))
         ranks.broadcast(call, decision.to_json(call))
-    else:
-        decision = Result[Other].from_json(ranks.broadcast(call, ""))
     return mine.raise_joint(decision, ranks.world_size)
 
 

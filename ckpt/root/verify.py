@@ -66,12 +66,13 @@ class VerifiedFile:
     """A file of a checkpoint with its record in the manifest. `read` and `pieces` verify; `read_into` does not.
 
     `sha256`: whether its SHA-256 is compared too. Then nothing that was verified is read again: it may be altered in
-    between.
+    between. `shared`: other ranks of this host read other bytes of the same blocks.
     """
 
     stored: StoredFile
     record: FileRecord
     sha256: bool = False
+    shared: bool = False
     _intact: set[int] = field(default_factory=set)  # blocks that were verified
     _heads: list[bytes] = field(default_factory=list)  # the file's head, once it was read and verified
 
@@ -100,7 +101,7 @@ class VerifiedFile:
 
     def read_into(self, start: int, *buffers: memoryview) -> None:
         """Fill the buffers with the bytes from `start`, without verifying them."""
-        self.stored.read_into(start, *buffers)
+        self.stored.read_into(start, *buffers, again=self.shared)
 
     def pieces(self) -> Iterator[memoryview]:
         """The whole file, verified, each piece valid until the next is requested.

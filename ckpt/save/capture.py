@@ -159,6 +159,7 @@ class CapturedState:
     diverged_files: Sequence[FilePlan] = ()  # with the replicas that differ from what another rank writes
     differs: Mapping[str, Any] = field(default_factory=dict)  # on the main rank, by part: what differs, on which ranks
     united: Mapping[str, Any] = field(default_factory=dict)  # on the main rank: parts of which ranks have other tensors
+    together: Mapping[str, int] = field(default_factory=dict)  # on the main rank, by part: ranks that write one file
     divisible: frozenset[str] = frozenset()  # keys of parts whose tensors may be divided by name over the ranks
     announced: frozenset[str] = frozenset()  # keys of those that the user says are divided so: `ckpt.Joined`
 
@@ -314,8 +315,8 @@ class CapturedState:
     def _values(self) -> dict[str, Any]:
         values = {**part_values(self.parts), **part_values(self.gathered)}
         for key, part in self.sharded.items():
-            table = {name: entry for name, entry in self.tables[key].items() if name != "written"}
-            values[key] = {**_value(part), "spread": table}
+            table = replace(part.table, together=self.together.get(key, 1))
+            values[key] = {**_value(part), "spread": table.to_json()}
         for key, united in self.united.items():
             values[key] = {**values.get(key, {}), **united}
         for key, differs in self.differs.items():

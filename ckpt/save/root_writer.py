@@ -512,6 +512,7 @@ class RootWriter:
     links: Links = field(default_factory=Links)
     damaged: set[str] = field(default_factory=set)
     attempt: AttemptLog | None = None  # on the main rank
+    hands_over: bool = True  # whether ranks of a host may write together: on the main rank, until that has failed
     lock: RootLock = field(init=False)
     _unsure: UnsureCommits = field(default_factory=UnsureCommits)
 

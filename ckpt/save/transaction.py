@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import logging
 import os
+import secrets
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -24,7 +26,7 @@ from ckpt.formats.tensors import FilePlan
 from ckpt.ranks.consensus import MAIN, Other, Ranks, Result, Value, decide_together
 from ckpt.ranks.store_and_heartbeats import format_ranks
 from ckpt.root import deletion
-from ckpt.root.catalog import Summary
+from ckpt.root.catalog import Summary, spread_file
 from ckpt.root.write_link_commit import Attempt, WrittenFile
 from ckpt.save.capture import CapturedState, ComparisonHistory, LiveState, with_diverged_state
 from ckpt.save.rank_description import RankDescription, SplitDetails, join_details, outlines_match
@@ -32,6 +34,7 @@ from ckpt.save.rank_differences import Verdict, judge, refuse_to_mix
 from ckpt.save.root_writer import HeldRoot, RootWriter
 from ckpt.save.snapshot.snapshots import Snapshot, Snapshots
 from ckpt.save.snapshot.tensor_copies import Leaves, TensorCopies
+from ckpt.storage import Reserving, Staging
 from ckpt.storage.local.storage import LocalStorage
 from ckpt.util.checked_json import joined
 from ckpt.util.console import format_size, progress_bar
@@ -156,6 +159,7 @@ def name_straggler(name: str, seconds: list[float], members: Members) -> tuple[i
 # Ranks' documents: of few ranks, each is a file; of more, a line of a file with those of many. See decision 0042.
 ALONE = 8  # ranks
 IN_A_FILE = 256  # documents
+TOGETHER = 64  # ranks, of which each writes its own shards; of more, those of a host write together
 MAIN_WRITES = 64  # ranks whose documents are sent to the main rank; those of more go to one rank for each file
 _LEFT = "document"
 
@@ -297,7 +301,11 @@ class SaveTransaction:
             plan = self._save_differences()
         begun = self._begun(Attempt(**plan["attempt"]), plan)
         written = Result.capture(lambda: self._write(begun, plan))
-        done = self._agree(written, lambda files: self._commit(begun, files), " (files written)")
+        try:
+            done = self._agree(written, lambda files: self._commit(begun, files), " (files written)")
+        except Exception:
+            self.root.hands_over &= "together" not in plan  # whatever it was: the next save does without
+            raise
         self.is_saved = done["is_saved"]
         if not self.is_saved:
             if self.root.owns_root:  # what was written in vain, and the marker
@@ -423,6 +431,7 @@ class SaveTransaction:
             "paths": [file.path for file in (*own, *captured.rank_files, *captured.diverged_files)],
             "outline": self._described(captured).outline if several else {},
             "size": captured.unlinked_size(self.root.links.sizes) if self.request.check_room else 0,
+            **(self._offer(captured) if compare else {}),
             "present": self.root.files_of(self.request.name) if self._owns_another_root else [],
         }
 
@@ -433,6 +442,10 @@ class SaveTransaction:
         """On the main rank: begin the save under names for all files; None if the ranks hold different state."""
         if proposals[MAIN]["outline"] and not outlines_match([proposal["outline"] for proposal in proposals]):
             return None
+        together = self._plan_together(proposals)
+        if together:
+            sizes = dict.fromkeys(together["parts"], together["together"])
+            self.captured = self.captured.then(lambda state: replace(state, together=sizes))
         captured = self.captured.get()
         texts = {rank: proposal["document"] for rank, proposal in enumerate(proposals)}
         sent = {rank: text.encode() for rank, text in texts.items() if text is not None}
@@ -442,18 +455,74 @@ class SaveTransaction:
         shared = [file.path for file in [*captured.common_files, *self.documents]]
         joined = self._plan_joined(proposals)
         shared += [joined_name(ranks) for ranks in self._groups] if joined else []
-        paths = [*shared, *(path for proposal in proposals for path in proposal["paths"])]
+        paths = [*shared, *_paths_of_ranks(proposals, together)]
         present = {path for proposal in proposals for path in proposal["present"]}
         if not self.request.amends or self.root.committed_as(self.request.name) is None:  # most of it stays, else
             make_room(self.root, self.request.name, self.request.facts, sum(proposal["size"] for proposal in proposals))
         attempt = self.root.begin(self.request.name, paths, present, self.number)
         attempt = replace(attempt, amends=self.request.amends and bool(attempt.replaces))
         self.trace(f"agreed on {len(paths)} files" + (f" of {len(proposals)} ranks" if len(proposals) > 1 else ""))
-        plan: dict[str, Any] = {"attempt": asdict(attempt), "unread": self.root.unread_newest, **joined}
+        plan: dict[str, Any] = {"attempt": asdict(attempt), "unread": self.root.unread_newest, **joined, **together}
         if self.root.hosts.separate_roots:
             documents = {file.path: b"".join(file.pieces()).decode() for file in self.documents}
             plan |= {"paths": paths, "documents": documents}
         return plan
+
+    def _offer(self, captured: CapturedState) -> dict[str, Any]:
+        """What this rank could write together with others of its host, and who these are."""
+        root = self.root
+        is_apart = root.hosts.separate_roots or root.ranks.members is not None
+        if root.ranks.world_size <= TOGETHER or is_apart or isinstance(root.storage, Staging | Reserving):
+            return {}
+        from ckpt.save import handover  # a job of few ranks needs none of it
+
+        size = handover.local_size()
+        ranks = handover.group_of(root.ranks.rank, size, root.ranks.world_size)
+        where = f"{size}/{handover.near()}" if size > 1 and handover.near() else ""
+        return {"near": where, "parts": handover.offered(captured, ranks)} if where else {}
+
+    def _plan_together(self, proposals: list[dict[str, Any]]) -> dict[str, Any]:
+        """How many ranks write together, and which parts: so many ranks of a host that their files are not too large.
+
+        Empty if the ranks of some host cannot."""
+        if not self.root.hands_over or not all("near" in proposal for proposal in proposals):
+            return {}
+        from ckpt.save import handover
+
+        size = handover.local_size()
+        near = [proposal["near"] for proposal in proposals]
+        if any(near[rank] != near[rank - rank % size] for rank in range(len(near))):
+            return {}
+        keys = [key for key in proposals[MAIN]["parts"] if all(key in proposal["parts"] for proposal in proposals)]
+        most = max((proposal["parts"][key] for proposal in proposals for key in keys), default=0)
+        together = max(
+            one for one in range(1, size + 1) if size % one == 0 and (one == 1 or one * most <= handover.LARGEST)
+        )
+        found = {"together": together, "parts": keys, "token": secrets.token_hex(16)}
+        return found if keys and together > 1 else {}
+
+    @contextmanager
+    def _together(self, plan: Mapping[str, Any]) -> Iterator[list[FilePlan]]:
+        """The files that this rank writes for others of its host, too; while they hand their shards over, or while it
+        has handed over its own."""
+        if "together" not in plan:
+            yield []
+            return
+        from ckpt.save import handover
+
+        captured, ranks = self.captured.get(), self.root.ranks
+        plans = {file.path: file for file in captured.rank_files}
+        own = {key: spread_file(key, ranks.rank) for key in plan["parts"]}
+        handing = handover.Handover(
+            self.channel,
+            handover.group_of(ranks.rank, plan["together"], ranks.world_size),
+            {key: captured.sharded[key].table for key in own},
+            {key: self._snapshot_files.get(path, plans[path]) for key, path in own.items() if path in plans},
+            plan["token"],
+            f"save_state({self.request.name!r})",
+        )
+        with handing.files() as files:
+            yield files
 
     @property
     def _groups(self) -> list[range]:
@@ -485,6 +554,17 @@ class SaveTransaction:
         return [_unpacked(text) for text in self.channel.take(_LEFT, list(ranks))]
 
     def _write(self, attempt: Attempt, plan: Mapping[str, Any]) -> dict[str, Any]:
+        began = time.monotonic()
+        with self._together(plan) as for_host:  # first: others of the host wait in it
+            stored = self._write_files(attempt, plan, for_host)
+        self.seconds["copied"] = self.copied_at - self.started
+        self.seconds["written"] = time.monotonic() - began
+        self.written = [entry.file for entry in stored]
+        wrote, linked = ([entry.file.size for entry in stored if entry.linked is linked] for linked in (False, True))
+        self.trace(f"wrote {_files(wrote)}" + (f", linked {_files(linked)}" if linked else ""))
+        return {"files": [asdict(entry) for entry in stored], "seconds": self.seconds["written"]}
+
+    def _write_files(self, attempt: Attempt, plan: Mapping[str, Any], for_host: list[FilePlan]) -> list[WrittenFile]:
         captured, unread = self.captured.get(), plan["unread"]
         if unread is not None and any(file.likely_unchanged for file in captured.files):
             self.root.links.follow_unread(self.root.storage, unread)
@@ -493,15 +573,10 @@ class SaveTransaction:
         mine = [*self._own_documents, *self._joined_files(plan)]
         self.documents = [*self.documents, *mine]
         live = [*captured.files, *(self.documents if captured.writes_common else mine)]
+        handed_over = {spread_file(key, captured.rank) for key in plan.get("parts", ())}
+        live = [file for file in live if file.path not in handed_over]
         files = [*(self._snapshot_files.get(file.path, file) for file in live), *captured.diverged_files]
-        began = time.monotonic()
-        stored = attempt.write(self.root.storage, files, self.root.links.files, show=self._shows)
-        self.seconds["copied"] = self.copied_at - self.started
-        self.seconds["written"] = time.monotonic() - began
-        self.written = [entry.file for entry in stored]
-        wrote, linked = ([entry.file.size for entry in stored if entry.linked is linked] for linked in (False, True))
-        self.trace(f"wrote {_files(wrote)}" + (f", linked {_files(linked)}" if linked else ""))
-        return {"files": [asdict(entry) for entry in stored], "seconds": self.seconds["written"]}
+        return attempt.write(self.root.storage, [*for_host, *files], self.root.links.files, show=self._shows)
 
     def _shows(self) -> bool:
         """Whether a progress bar is drawn: not beside training, which may have bars of its own."""
@@ -530,6 +605,17 @@ class SaveTransaction:
         manifest = self.root.commit(attempt, stored, facts)
         text = manifest.to_bytes().decode() if self.root.hosts.separate_roots else ""
         return {"id": manifest.id, "is_saved": True, "manifest": text}
+
+
+def _paths_of_ranks(proposals: list[dict[str, Any]], together: Mapping[str, Any]) -> list[str]:
+    """The paths of the files that ranks write, each its own or one of them for all of its host."""
+    paths = [path for proposal in proposals for path in proposal["paths"]]
+    size, there = together.get("together", 1), {*paths}
+    for key in together.get("parts", ()):
+        own = {path: rank for rank in range(len(proposals)) if (path := spread_file(key, rank)) in there}
+        paths = [path for path in paths if path not in own]
+        paths += dict.fromkeys(spread_file(key, rank - rank % size) for rank in own.values())
+    return paths
 
 
 def _has_all_of(older: Manifest, stored: list[WrittenFile], facts: Mapping[str, Any]) -> bool:

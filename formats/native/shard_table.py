@@ -10,6 +10,8 @@ import heapq
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -54,12 +56,45 @@ class ShardSpec:
         return {rank for copy in copies for rank in self.layout.holders(self.shape, copy)}
 
 
+def shares(spec: ShardSpec, ranks: range) -> list[tuple[int, Box]]:
+    """Which of these ranks write shards of a tensor, in their order, and which shards."""
+    return list(_shares(spec, ranks))
+
+
+@lru_cache(maxsize=100_000)
+def _shares(spec: ShardSpec, ranks: range) -> tuple[tuple[int, Box], ...]:
+    layout = spec.layout
+    writing = [rank for rank in ranks if layout.holds(rank) and spec.copy in (EVERY, layout.copy_of(rank))]
+    boxes = [(rank, layout.box(spec.shape, rank)) for rank in writing]
+    filled = tuple((rank, box) for rank, box in boxes if not box.is_empty)
+    return filled if math.prod(spec.shape) else tuple(boxes[:1])  # an empty tensor is in a file too
+
+
+@lru_cache(maxsize=100_000)
+def joined_box(spec: ShardSpec, ranks: range) -> Box | None:
+    """What these ranks write of a tensor, if that is one box in which the bytes of each follow those of the one before:
+    its rows. None if it is not, or if they write nothing of it."""
+    found = [box for _, box in shares(spec, ranks)]
+    if len(found) <= 1:
+        return found[0] if found else None
+    if spec.copy == EVERY or any(
+        (box.offsets[1:], box.sizes[1:]) != ((0,) * len(box.sizes[1:]), spec.shape[1:]) for box in found
+    ):
+        return None
+    follow = all(box.offsets[0] + box.sizes[0] == later.offsets[0] for box, later in pairwise(found))
+    return Box(found[0].offsets, (sum(box.sizes[0] for box in found), *spec.shape[1:])) if follow else None
+
+
 @dataclass(frozen=True)
 class ShardTable:
-    """All tensors of a part by name. A tied tensor is an alias of a stored one."""
+    """All tensors of a part by name. A tied tensor is an alias of a stored one.
+
+    `together`: the shards of so many ranks, from a multiple of it on, are in the file of the first of them.
+    """
 
     tensors: dict[str, ShardSpec]
     aliases: dict[str, str] = field(default_factory=dict)
+    together: int = 1
 
     def with_every_copy(self) -> ShardTable:
         """For ranks that cannot read each other's files: each writes all that it holds."""
@@ -72,7 +107,13 @@ class ShardTable:
             name: [tensor_file.dtype_name(spec.dtype), list(spec.shape), number[spec.layout], spec.copy]
             for name, spec in self.tensors.items()
         }
-        return {"layouts": [layout.to_json() for layout in layouts], "tensors": rows, "aliases": self.aliases}
+        together = {"together": self.together} if self.together > 1 else {}
+        return {
+            "layouts": [layout.to_json() for layout in layouts],
+            "tensors": rows,
+            "aliases": self.aliases,
+            **together,
+        }
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], manifest: Manifest | None = None) -> ShardTable:
@@ -85,7 +126,11 @@ class ShardTable:
                 raise ValueError("an alias is not a string")
             if manifest and sum(spec.shards for spec in rows.values()) * _LEAST_ENTRY > manifest.size + _ALWAYS_READ:
                 raise ValueError("the table lists more shards than the checkpoint's files can hold")
-            return cls(rows, dict(fields["aliases"]))
+            together = fields.get("together", 1)
+            most = 1 + max((max(layout.ranks) for layout in layouts.values()), default=0)
+            if type(together) is not int or not 1 <= together <= most:
+                raise ValueError(f"{together!r} ranks can't write a file together")
+            return cls(rows, dict(fields["aliases"]), together)
 
 
 def _spec_from_json(row: list[Any], layouts: Mapping[int, Layout]) -> ShardSpec:
@@ -260,7 +305,23 @@ class ShardedTensors:
     def _pieces(self, name: str, spec: ShardSpec, box: Box) -> list[tuple[TensorFile, Box, Ranges]]:
         """The pieces that a box of a tensor consists of: the file of each, which part of it, and where in the box."""
         overlaps = spec.layout.overlaps(spec.shape, self._copy(spec, box), box)
-        return [(self._file(rank, name, spec), part, there) for rank, part, there in overlaps]
+        return [(*self._piece(rank, name, spec, part), there) for rank, part, there in overlaps]
+
+    def _piece(self, rank: int, name: str, spec: ShardSpec, part: Box) -> tuple[TensorFile, Box]:
+        """The file that has a part of a rank's shard, and where it is in the file's tensor."""
+        together = self.table.together
+        if together == 1:
+            return self._file(rank, name, spec, spec.layout.box(spec.shape, rank)), part
+        first = rank - rank % together
+        joined = joined_box(spec, range(first, first + together))
+        if joined is None:
+            raise DamagedError(
+                f"the checkpoint says that rank {first} wrote {name!r} for others, whose shards are apart."
+            )
+        own = spec.layout.box(spec.shape, rank)
+        moved = zip(part.offsets, own.offsets, joined.offsets, strict=True)
+        offsets = tuple(offset + here - start for offset, here, start in moved)
+        return self._file(first, name, spec, joined), Box(offsets, part.sizes)
 
     def _copy(self, spec: ShardSpec, box: Box) -> int:
         """The copy to read. If every copy was written: this rank's own, or else one whose files are readable here."""
@@ -280,13 +341,13 @@ class ShardedTensors:
                 f"the checkpoint refers to tensor {name!r}, but does not say which file has it."
             ) from None
 
-    def _file(self, rank: int, name: str, spec: ShardSpec) -> TensorFile:
-        """The file with a rank's shard of a tensor, which has the dtype and shape that the table says."""
+    def _file(self, rank: int, name: str, spec: ShardSpec, box: Box) -> TensorFile:
+        """The file in which a rank has written this box of a tensor, which has the dtype that the table says."""
         if rank not in self._opened:
             self._opened[rank] = self.open(rank)
         for file in self._opened[rank]:
             if name in file:
-                _check_shard(file, name, spec, spec.layout.box(spec.shape, rank))
+                _check_shard(file, name, spec, box)
                 return file
         raise DamagedError(
             f"the checkpoint says that rank {rank} wrote a piece of tensor {name!r}, but no file of that rank has it."

@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -375,7 +376,7 @@ _Views = tuple[tuple[str, View], ...]
 def plan_file(path: str, shards: Mapping[str, Shard], *, likely_unchanged: bool = False) -> FilePlan:
     """A file of these tensors. Plain CPU tensors are not copied: they are read when the file is written."""
     stored, views = untie({name: shard.tensor for name, shard in shards.items()})
-    order = in_file_order(stored)
+    order = in_file_order(stored, shards)
     head, end = _header([(name, stored[name]) for name in order], shards, views)
 
     def pieces() -> Iterator[memoryview]:
@@ -386,6 +387,21 @@ def plan_file(path: str, shards: Mapping[str, Shard], *, likely_unchanged: bool 
     contents: list[bytes | tuple[str, torch.Tensor]] = [head, *((name, stored[name]) for name in order)]
     in_memory = all(is_plain(stored[name]) for name in order)
     return FilePlan(path, len(head) + end, pieces, likely_unchanged, contents, in_memory, head=len(head))
+
+
+def plan_streamed_file(
+    path: str, outlines: Mapping[str, Shard], data: Callable[[], Iterator[memoryview]]
+) -> tuple[list[str], FilePlan]:
+    """The order of tensors, which are on the meta device, and a file of them whose `data` comes in that order."""
+    tensors = {name: shard.tensor for name, shard in outlines.items()}
+    order = in_file_order(tensors, outlines)
+    head, end = _header([(name, tensors[name]) for name in order], outlines, {})
+
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(head)
+        yield from data()
+
+    return order, FilePlan(path, len(head) + end, pieces, head=len(head))
 
 
 def plan_gathered_file(
@@ -433,16 +449,18 @@ def finish_collectives(call: Callable[[_Item], object], remaining: Iterable[_Ite
         )
 
 
-def in_file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+def in_file_order(tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard] = MappingProxyType({})) -> list[str]:
     """Names in the order of the file: larger elements first, so that every tensor is aligned.
 
     Among tensors of equal element size, small ones come last and so lie together: the step counts of an optimizer,
-    which every rank reads from the single rank that wrote them, are then in one block instead of in all.
+    which every rank reads from the single rank that wrote them, are then in one block instead of in all. Of `shards`,
+    the full tensors count, so that all ranks have the same order.
     """
 
     def sort_key(name: str) -> tuple[int, bool]:
-        tensor = tensors[name]
-        return -tensor.element_size(), tensor.numel() * tensor.element_size() < SMALL
+        size = tensors[name].element_size()
+        count = math.prod(shards[name].shape) if name in shards else tensors[name].numel()
+        return -size, count * size < SMALL
 
     return sorted(tensors, key=sort_key)
 

@@ -9,9 +9,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ckpt.formats.layout import Layout
+from ckpt.errors import DamagedError
+from ckpt.formats.layout import Box, Layout
 from ckpt.formats.native import shard_table
-from ckpt.formats.native.shard_table import ShardSpec, ShardTable, balanced, written_by
+from ckpt.formats.native.shard_table import EVERY, ShardSpec, ShardTable, balanced, joined_box, shares, written_by
 from ckpt.formats.native.tensor_file import SMALL
 
 MESHES = [
@@ -86,3 +87,46 @@ def test_a_model_replicated_on_a_thousand_ranks_is_in_few_files(monkeypatch: pyt
     assert files() == 8 * 8
     monkeypatch.setattr(shard_table, "_WORTH_A_FILE", 1)
     assert files() == 1024
+
+
+def of(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[str, ...], copy: int = 0) -> ShardSpec:
+    return ShardSpec(torch.float32, shape, Layout(mesh, tuple(range(math.prod(mesh))), placements), copy)
+
+
+@pytest.mark.parametrize(
+    ("spec", "ranks", "expected"),
+    [
+        (of((10, 3), (4,), ("S0",)), range(2), Box((0, 0), (6, 3))),
+        (of((10, 3), (4,), ("S0",)), range(2, 4), Box((6, 0), (4, 3))),
+        (of((3, 2), (4,), ("S0",)), range(2, 4), Box((2, 0), (1, 2))),  # rank 3 has none
+        (of((2, 2), (4,), ("S0",)), range(2, 4), None),  # neither has any
+        (of((8, 2), (2, 4), ("R", "S0"), copy=1), range(4, 8), Box((0, 0), (8, 2))),
+        (of((8, 2), (2, 4), ("R", "S0"), copy=1), range(4), None),  # the other copy is written
+        (of((8, 2), (2, 4), ("R", "S0")), range(8), Box((0, 0), (8, 2))),
+        (of((8, 4), (4,), ("S1",)), range(2), None),  # columns do not follow each other
+        (of((8, 4), (4,), ("S1",)), range(1), Box((0, 0), (8, 1))),  # of one rank alone, they need not
+        (of((8, 4), (2, 2), ("S0", "S1")), range(2), None),
+        (of((5,), (4,), ("R",), copy=2), range(4), Box((0,), (5,))),
+        (of((), (4,), ("R",)), range(4), Box((), ())),
+        (of((0, 3), (4,), ("S0",)), range(4), Box((0, 0), (0, 3))),  # an empty tensor is in a file too
+        (of((8, 2), (2, 4), ("R", "S0"), copy=EVERY), range(4), None),
+        (ShardSpec(torch.float32, (4, 2), Layout((4,), (3, 2, 1, 0), ("S0",))), range(4), None),  # the other way round
+    ],
+)
+def test_what_ranks_write_is_one_box_only_if_their_bytes_follow_each_other(
+    spec: ShardSpec, ranks: range, expected: Box | None
+) -> None:
+    assert joined_box(spec, ranks) == expected
+    if expected is not None and 0 not in spec.shape:
+        assert sum(math.prod(box.sizes) for _, box in shares(spec, ranks)) == math.prod(expected.sizes)
+
+
+def test_a_table_says_how_many_ranks_wrote_together_and_a_wrong_number_is_damage() -> None:
+    table = ShardTable({"x": of((8, 2), (4,), ("S0",))}, {}, together=2)
+    fields = table.to_json()
+    assert fields["together"] == 2
+    assert ShardTable.from_json(fields) == table
+    assert "together" not in ShardTable(table.tensors).to_json()
+    for wrong in (0, -1, 5, 10**18, "2", True, 1.5, None):
+        with pytest.raises(DamagedError, match="shard table"):
+            ShardTable.from_json({**fields, "together": wrong})

@@ -23,7 +23,17 @@ from tests.helpers.pipelines import WAYS
 from tests.helpers.places import Place
 from tests.helpers.processes import run_ranks
 from tests.helpers.sharded import fsdp2
-from tests.save.test_ranks_as_threads import Counter, Rank, close, everywhere, job, linear, manifest_of, state_of
+from tests.save.test_ranks_as_threads import (
+    Counter,
+    Rank,
+    Replica,
+    close,
+    everywhere,
+    job,
+    linear,
+    manifest_of,
+    state_of,
+)
 
 SLOW = pytest.mark.slow
 
@@ -340,3 +350,37 @@ def _resume_a(rank: int, root: str) -> None:
         restored = manager.resume()
         assert restored is not None
         assert restored.name == "a"
+
+
+def test_a_checkpoint_that_is_amended_keeps_the_files_that_ranks_wrote_together_and_have_not_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transaction, "TOGETHER", 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    storage = open_storage(tmp_path)
+    ranks = job(4, lambda _: storage)
+    for rank in ranks:
+        rank.layout = "sharded"
+        rank.parts = [Replica("model", nn.Sequential(*(linear(float(number), 600) for number in range(4))))]
+
+    def files() -> dict[str, int]:
+        found = [file for file in manifest_of(storage).files if file.name.startswith("model")]
+        return {file.path: (tmp_path / "a" / file.path).stat().st_ino for file in found}
+
+    assert everywhere(ranks, Rank.save) == [""] * 4
+    first = files()
+    assert list(first) == ["model/00000.safetensors", "model/00002.safetensors"]
+    assert everywhere(ranks, lambda rank: rank.save(amends=True)) == [""] * 4
+    assert files() == first
+    with torch.no_grad():
+        for rank in ranks:
+            rank.parts[0].model[0].weight.fill_(9.0)  # type: ignore[attr-defined]
+    assert everywhere(ranks, lambda rank: rank.save(amends=True)) == [""] * 4
+    close(ranks)
+    changed = files()
+    assert len(changed) == 2
+    assert len(changed.items() & first.items()) == 1
+    assert ckpt.verify(tmp_path) == {"a": []}
+    for number in range(4):
+        means = {name: float(tensor.mean()) for name, tensor in state_of(storage, number, "model").items()}
+        assert (means["0.weight"], means["3.weight"]) == (9.0, 3.0)

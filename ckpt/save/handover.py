@@ -1,0 +1,304 @@
+"""Files that ranks of a host write together: the first of them writes, and the others hand it their shards.
+
+Under FSDP, the rows of neighbouring ranks follow each other, and so do those of the ranks of a host. Their file has one
+entry for each tensor, as any safetensors file, and reads as if one rank had held all of it. The bytes go through local
+sockets, in the order of the file: the one that writes holds no more of them than a few megabytes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ckpt.errors import RanksError
+from ckpt.formats.layout import Box
+from ckpt.formats.native import tensor_file
+from ckpt.formats.native.manifest import digest
+from ckpt.formats.native.shard_table import ShardTable, joined_box, shares
+from ckpt.formats.tensors import FilePlan, Shard
+from ckpt.ranks.consensus import FollowingError, Ranks
+from ckpt.ranks.store_and_heartbeats import LivenessWatch
+from ckpt.root.catalog import part_of, spread_file
+from ckpt.save.capture import CapturedState
+
+# Bytes of a file that several ranks write together; larger shards are files of their own. One rank writes all of it.
+# Every block of it has rows of all ranks, so that each reads all of it: from the page cache, or over a broadcast.
+LARGEST = 1 << 30
+_AT_ONCE = 4 << 20  # bytes
+_POLL = 1.0  # seconds
+_TO_MEET = 60.0  # seconds until the others are there: all have just got the same plan
+_PAUSE = 0.005
+_RANK = struct.Struct("<i")
+
+
+def near() -> str:
+    """The same for processes that reach each other by local sockets: of one user, host and network namespace. Empty if
+    that is not known."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        return digest(f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}".encode())[-16:]
+    except OSError:
+        return ""
+
+
+def local_size() -> int:
+    """How many ranks the launcher has started on each host, with consecutive numbers; 1 if it does not say."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return int(text) if text.isdecimal() else 1
+
+
+def group_of(rank: int, size: int, world_size: int) -> range:
+    """The ranks that write together with this one."""
+    first = rank - rank % size
+    return range(first, min(first + size, world_size))
+
+
+def offered(captured: CapturedState, ranks: range) -> dict[str, int]:
+    """The parts whose shards these ranks could write as one file, and how many bytes this rank has of each.
+
+    Not those with frozen tensors, whose file is linked by each rank, nor with tensors that share memory.
+    """
+    plans = {file.path: file for file in captured.rank_files}
+    found = {}
+    for key, part in captured.sharded.items():
+        plan = plans.get(spread_file(key, captured.rank))
+        alone = sum(part_of(path) == key for path in plans) == (plan is not None)
+        expected = _shares_of(part.table, captured.rank)
+        if alone and not part.frozen and expected == _stored(plan) and _follow(part.table, ranks):
+            found[key] = sum(size for _, size in expected)
+    return found
+
+
+def _shares_of(table: ShardTable, rank: int) -> list[tuple[str, int]]:
+    """The names of the tensors that a rank writes shards of, in the order of its file, and the bytes of each."""
+    mine = {name: box for name in table.tensors for _, box in shares(table.tensors[name], range(rank, rank + 1))}
+    outlines = _outlines(table, mine)
+    order = tensor_file.in_file_order({name: shard.tensor for name, shard in outlines.items()}, outlines)
+    return [(name, outlines[name].tensor.nbytes) for name in order]
+
+
+def _outlines(table: ShardTable, boxes: Mapping[str, Box]) -> dict[str, Shard]:
+    """Boxes of tensors, on the meta device."""
+    specs = table.tensors
+    return {
+        name: Shard(torch.empty(box.sizes, dtype=specs[name].dtype, device="meta"), specs[name].shape, box.offsets)
+        for name, box in boxes.items()
+    }
+
+
+def _stored(plan: FilePlan | None) -> list[tuple[str, int]]:
+    contents = plan.contents or () if plan is not None else ()
+    return [(content[0], content[1].nbytes) for content in contents if isinstance(content, tuple)]
+
+
+def _follow(table: ShardTable, ranks: range) -> bool:
+    """Whether the shards of each tensor follow each other, rank by rank."""
+    return all(joined_box(spec, ranks) is not None or not shares(spec, ranks) for spec in table.tensors.values())
+
+
+class _Source(Protocol):
+    """The bytes of a rank's shards, one after the other."""
+
+    def take(self, size: int) -> Iterator[memoryview]:
+        """The next bytes, in pieces that are valid until the next one is asked for."""
+
+
+class _Own:
+    """Those of this rank, from the file that it would have written."""
+
+    def __init__(self, plan: FilePlan | None) -> None:
+        self._pieces = shard_bytes(plan)
+        self._rest = memoryview(b"")
+
+    def take(self, size: int) -> Iterator[memoryview]:
+        while size:
+            self._rest = self._rest or next(self._pieces)
+            view, self._rest = self._rest[:size], self._rest[size:]
+            size -= len(view)
+            yield view
+
+
+def shard_bytes(plan: FilePlan | None) -> Iterator[memoryview]:
+    """The bytes of a file after its head."""
+    head = plan.head if plan is not None else 0
+    for piece in plan.pieces() if plan is not None else ():
+        skipped = min(head, len(piece))
+        head -= skipped
+        if skipped < len(piece):
+            yield piece[skipped:]
+
+
+@dataclass
+class _Link:
+    """A connection to another rank of this host, which is waited for as long as it sends heartbeats."""
+
+    channel: Ranks
+    rank: int
+    connected: socket.socket
+    call: str
+
+    def __post_init__(self) -> None:
+        self._watch = LivenessWatch(self.channel.timeout)
+        self._buffer = memoryview(bytearray(0))
+        self.connected.settimeout(_POLL)
+
+    def take(self, size: int) -> Iterator[memoryview]:
+        self._buffer = self._buffer if len(self._buffer) else memoryview(bytearray(_AT_ONCE))
+        while size:
+            view = self._buffer[: min(size, _AT_ONCE)]
+            self.receive(view)
+            size -= len(view)
+            yield view
+
+    def receive(self, view: memoryview) -> None:
+        while view:
+            try:
+                got = self.connected.recv_into(view)
+            except TimeoutError:
+                self._require_alive()
+                continue
+            except OSError:
+                got = 0
+            if not got:
+                raise FollowingError(f"{self.call}: rank {self.rank} stopped in the middle of handing over its shards.")
+            view = view[got:]
+
+    def send(self, view: memoryview) -> None:
+        while view:
+            try:
+                view = view[self.connected.send(view) :]
+            except TimeoutError:
+                self._require_alive()
+            except OSError as error:
+                raise FollowingError(
+                    f"{self.call}: rank {self.rank}, which writes the shards of this host, stopped reading them."
+                ) from error
+
+    def _require_alive(self) -> None:
+        if self._watch.is_due() and self.channel.silent([self.rank], self._watch):
+            raise RanksError(
+                f"{self.call}: rank {self.rank} of the same host has not answered for {self.channel.timeout:g} s while "
+                "ranks handed over their shards. Nothing was committed; earlier checkpoints are kept."
+            )
+
+
+@dataclass(frozen=True)
+class Handover:
+    """How the ranks of a group write together in one save. `tables`: of the parts, by key. `plans`: of this rank's own
+    files of these, by key, as it would write them alone."""
+
+    channel: Ranks
+    ranks: range
+    tables: Mapping[str, ShardTable]
+    plans: Mapping[str, FilePlan]
+    token: str
+    call: str
+
+    @contextmanager
+    def files(self) -> Iterator[list[FilePlan]]:
+        """The files that this rank writes for all, while the others send their shards; none, once it has sent its."""
+        me, writer = self.channel.rank, self.ranks.start
+        senders = [rank for rank in self.ranks if rank != writer and self._has_shards(rank)]
+        if me != writer:
+            if me in senders:
+                self._send(writer)
+            yield []
+            return
+        with ExitStack() as stack:
+            links = self._accepted(senders, stack)
+            yield [plan for key in self.tables for plan in self._plan(key, links)]
+
+    def _has_shards(self, rank: int) -> bool:
+        alone = range(rank, rank + 1)
+        return any(shares(spec, alone) for table in self.tables.values() for spec in table.tensors.values())
+
+    def _plan(self, key: str, links: Mapping[int, _Source]) -> Iterator[FilePlan]:
+        table, writer = self.tables[key], self.ranks.start
+        boxes = {name: box for name, spec in table.tensors.items() if (box := joined_box(spec, self.ranks)) is not None}
+        itemsize = {name: spec.dtype.itemsize for name, spec in table.tensors.items()}
+
+        def pieces() -> Iterator[memoryview]:
+            sources: dict[int, _Source] = {**links, writer: _Own(self.plans.get(key))}
+            for name in order:
+                for rank, box in shares(table.tensors[name], self.ranks):
+                    yield from sources[rank].take(_count(box) * itemsize[name])
+
+        order, plan = tensor_file.plan_streamed_file(spread_file(key, writer), _outlines(table, boxes), pieces)
+        if order:
+            yield plan
+
+    def _send(self, writer: int) -> None:
+        with self._connected(writer) as connected:
+            link = _Link(self.channel, writer, connected, self.call)
+            link.send(memoryview(_RANK.pack(self.channel.rank)))
+            for key in self.tables:
+                for piece in shard_bytes(self.plans.get(key)):
+                    link.send(piece)
+
+    @property
+    def _address(self) -> str:
+        """In Linux' namespace of sockets without files. Nobody else knows the token, which is new in every save."""
+        return f"\0ckpt-{self.token}-{self.ranks.start}"
+
+    def _accepted(self, senders: list[int], stack: ExitStack) -> dict[int, _Link]:
+        """A connection to each of these ranks."""
+        links: dict[int, _Link] = {}
+        deadline = time.monotonic() + _TO_MEET
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+            server.bind(self._address)
+            server.listen(len(self.ranks))
+            server.settimeout(_POLL)
+            while missing := [rank for rank in senders if rank not in links]:
+                if time.monotonic() > deadline:
+                    raise FollowingError(f"{self.call}: rank {missing[0]} did not hand over its shards.")
+                with suppress(TimeoutError):
+                    connected = stack.enter_context(server.accept()[0])
+                    if _is_mine(connected):
+                        link = _Link(self.channel, missing[0], connected, self.call)
+                        said = memoryview(bytearray(_RANK.size))
+                        link.receive(said)
+                        (link.rank,) = _RANK.unpack(said)
+                        links[link.rank] = link
+        return links
+
+    @contextmanager
+    def _connected(self, writer: int) -> Iterator[socket.socket]:
+        deadline = time.monotonic() + _TO_MEET
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connected:
+            while True:
+                try:
+                    connected.connect(self._address)
+                    break
+                except OSError as error:  # it is not there yet
+                    if time.monotonic() > deadline:
+                        raise FollowingError(
+                            f"{self.call}: rank {writer} did not ask for the shards of rank "
+                            f"{self.channel.rank} ({error.strerror or error})."
+                        ) from error
+                    time.sleep(_PAUSE)
+            if not _is_mine(connected):
+                raise RanksError(f"{self.call}: another user's program answered in place of rank {writer}.")
+            yield connected
+
+
+def _count(box: Box) -> int:
+    count = 1
+    for size in box.sizes:
+        count *= size
+    return count
+
+
+def _is_mine(connected: socket.socket) -> bool:
+    """Whether a process of the same user is at the other end."""
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    user: int = struct.unpack("3i", credentials)[1]
+    return user == os.getuid()
