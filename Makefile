@@ -79,7 +79,7 @@ test-s3: $(READY)
 # Accelerate's own tests of checkpoints, from a checkout of the installed version, with every accelerator attached: with
 # saves in the foreground, and in the background
 ACCELERATE ?= ../accelerate
-ACCELERATED = PYTHONPATH=tests/accelerate_suite CKPT_MEMORY_KEEPER=off $(BIN)/pytest -p attached_accelerators \
+ACCELERATED = PYTHONPATH=tests/suites CKPT_MEMORY_KEEPER=off $(BIN)/pytest -p attached_accelerators \
 	-p no:cacheprovider -c /dev/null --rootdir $(ACCELERATE) --tb=short \
 	$(addprefix $(ACCELERATE)/tests/test_,state_checkpointing.py accelerator.py)
 test-accelerate: $(READY)
