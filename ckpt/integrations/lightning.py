@@ -145,6 +145,10 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         self._managers: dict[str, tuple[StateManager, Beside]] = {}  # under a strategy that shards the model
         self._to_remove: list[str] = []  # checkpoints to remove once their replacement is committed
 
+    def __getstate__(self) -> dict[str, Any]:
+        none: dict[str, Any] = {"_savers": {}, "_managers": {}, "_to_remove": []}
+        return {**vars(self), **none}  # a copy of a Trainer has no saves under way
+
     @staticmethod
     def newest(folder: str | os.PathLike[str]) -> str | None:
         """Return the path of the newest intact checkpoint in a folder, every byte verified; None if it has none."""
@@ -167,9 +171,13 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         _refuse_storage_options(storage_options)
         root, name = _split_path(path)
         self._finish_saves()
+        _remove_link(path)  # `save_last="link"` of an earlier run: a save must not go where it leads
         request = request_of(check_name(name), checkpoint)
+        is_handed_over = _is_handed_over(path)
         with advised():
-            self.saver_of(open_storage(root)).save(request, wait=not self._background)
+            self.saver_of(open_storage(root)).save(request, wait=is_handed_over or not self._background)
+        if is_handed_over:
+            self.teardown()  # this process ends
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
@@ -187,6 +195,8 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         self._to_remove.append(os.fspath(path))
         if not any(saver.busy for saver in self._savers.values()):
             self._finish_saves()
+        if _is_handed_over(path):
+            self.teardown()  # training has ended, in other processes
 
     def teardown(self) -> None:
         """Wait until everything is committed, and release the roots."""
@@ -230,8 +240,9 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
             saver.wait()
         paths, self._to_remove = self._to_remove, []
         for path in paths:
-            root, name = _split_path(path)
-            self.saver_of(open_storage(root)).root.remove(name)
+            if not _remove_link(path):
+                root, name = _split_path(path)
+                self.saver_of(open_storage(root)).root.remove(name)
 
 
 class CkptGenerators(Callback):  # type: ignore[misc]
@@ -254,6 +265,9 @@ class CkptGenerators(Callback):  # type: ignore[misc]
         self._ranks: Ranks | None = None
         self._to_restore: list[str] = []  # the saved generators of every rank
         self._position: LoaderPosition | None = None  # to go to
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_ranks": None}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy, own = trainer.strategy, type(trainer.strategy)
@@ -338,6 +352,8 @@ class ShardedStrategy(Strategy):  # type: ignore[misc]
             )
         root, name = _split_path(self.broadcast(filepath))
         manager, beside = self.checkpoint_io.sharded(root, self)
+        if self.is_global_zero:
+            _remove_link(filepath)
         beside.value = {key: value for key, value in checkpoint.items() if key not in (_WEIGHTS, "optimizer_states")}
         progress = _progress(checkpoint)
         manager.progress.step, manager.progress.epoch = progress.step, progress.epoch
@@ -452,11 +468,26 @@ def _progress(checkpoint: dict[str, Any]) -> Progress:
     return Progress(epoch=epoch, step=step)
 
 
+_HANDED_OVER = ".temp.ckpt"  # weights from a process that Lightning launched (ddp_spawn, ddp_notebook) to its parent
+
+
+def _is_handed_over(path: str | os.PathLike[str]) -> bool:
+    return os.path.basename(path) == _HANDED_OVER
+
+
 def _split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
     """The root, which is the parent folder, and the name of a checkpoint."""
     text = os.fspath(path) if "://" in os.fspath(path) else os.path.abspath(path)
     root, _, name = text.rstrip("/").rpartition("/")
-    return root or "/", name
+    return root or "/", name.lstrip(".") if name == _HANDED_OVER else name
+
+
+def _remove_link(path: str | os.PathLike[str]) -> bool:
+    """Remove a link to a checkpoint, and not the checkpoint, and return whether it is one."""
+    is_link = os.path.islink(path)
+    if is_link:
+        os.unlink(path)
+    return is_link
 
 
 def verify(storage: Storage, manifest: Manifest) -> None:
