@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
@@ -124,6 +125,16 @@ _MODEL = "model"  # the part in which other tools expect them
 _BESIDE = "lightning"  # the part beside a sharded model and its optimizers: everything else in Lightning's checkpoint
 
 
+_savers: WeakSet[Saver] = WeakSet()  # of every CkptIO in this process
+
+
+def _await_saves(storage: Storage) -> None:
+    """Wait for the saves of every Trainer in this process, which look cut off until they are committed."""
+    for saver in [*_savers]:
+        if saver.busy and saver.owner.is_here and place_of(saver.root.storage) == place_of(storage):
+            saver.wait()
+
+
 class CkptIO(CheckpointIO):  # type: ignore[misc]
     """Makes Lightning's checkpoints atomic, hashed and free of pickles, and writes them while training continues.
 
@@ -153,6 +164,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
     def newest(folder: str | os.PathLike[str]) -> str | None:
         """Return the path of the newest intact checkpoint in a folder, every byte verified; None if it has none."""
         storage = open_storage(folder)
+        _await_saves(storage)
         with ExitStack() as held:
             choice = choose(
                 Selection(
@@ -171,11 +183,12 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         _refuse_storage_options(storage_options)
         root, name = _split_path(path)
         self._finish_saves()
-        _remove_link(path)  # `save_last="link"` of an earlier run: a save must not go where it leads
         request = request_of(check_name(name), checkpoint)
+        _remove_link(path)  # `save_last="link"` of an earlier run: a save must not go where it leads
         is_handed_over = _is_handed_over(path)
         with advised():
             self.saver_of(open_storage(root)).save(request, wait=is_handed_over or not self._background)
+        _make_folder(root, name)
         if is_handed_over:
             self.teardown()  # this process ends
 
@@ -212,6 +225,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         if place not in self._savers:
             # Lightning decides what to resume from, and may start afresh in the same folder; only its main rank saves
             self._savers[place] = Saver(RootWriter(storage, SingleProcess(), lineage=Lineage(has_resumed=True)))
+            _savers.add(self._savers[place])
         return self._savers[place]
 
     def sharded(self, root: str, strategy: Strategy) -> tuple[StateManager, Beside]:
@@ -232,6 +246,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
             manager.session.saves.unmanaged.quiet = manager.session.loop.quiet = True  # Lightning decides when to save
             self._managers[place], self._savers[place] = (manager, beside), manager.session.saver
             self._savers[place].root.lineage.has_resumed = True  # as in `saver_of`
+            _savers.add(self._savers[place])
         return self._managers[place]
 
     def _finish_saves(self) -> None:
@@ -359,6 +374,8 @@ class ShardedStrategy(Strategy):  # type: ignore[misc]
         manager.progress.step, manager.progress.epoch = progress.step, progress.epoch
         with advised():
             manager.save_state(name)
+        if self.is_global_zero:
+            _make_folder(root, name)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -433,6 +450,7 @@ def _choose(
             )
         return read(reader)
 
+    _await_saves(storage)
     with ExitStack() as held:
         choice = choose(Selection(tiers=(storage,), ranks=SingleProcess(), prepare=prepare, name=name), held)
     assert choice is not None  # with a name, a missing checkpoint is an error
@@ -480,6 +498,12 @@ def _split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
     text = os.fspath(path) if "://" in os.fspath(path) else os.path.abspath(path)
     root, _, name = text.rstrip("/").rpartition("/")
     return root or "/", name.lstrip(".") if name == _HANDED_OVER else name
+
+
+def _make_folder(root: str, name: str) -> None:
+    """Show that a save is under way: `ModelCheckpoint` looks for the name before it gives it to another save."""
+    if "://" not in root:
+        os.makedirs(f"{root}/{name}", exist_ok=True)
 
 
 def _remove_link(path: str | os.PathLike[str]) -> bool:

@@ -284,6 +284,23 @@ def test_what_is_let_go_goes_when_its_successor_is_committed(tmp_path: Path) -> 
     assert exact(other.state_dict()) == exact(run.lightning_module.state_dict())
 
 
+def test_a_save_under_way_has_its_folder_and_is_waited_for_by_others_in_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plugin, large = CkptIO(), {"state_dict": {"weight": torch.ones(1 << 24)}}
+    for name in ("a.ckpt", "b.ckpt"):
+        plugin.save_checkpoint(large, tmp_path / name)
+        assert (tmp_path / name).is_dir()
+        if name == "a.ckpt":
+            assert CkptIO().load_checkpoint(tmp_path / name)["state_dict"]["weight"].all()
+        else:
+            assert CkptIO.newest(tmp_path) == f"{tmp_path}/{name}"
+    plugin.save_checkpoint(ODD, f"memory://{tmp_path.name}/a.ckpt")
+    plugin.teardown()
+    assert {path.name for path in tmp_path.glob("[!.]*")} == {"a.ckpt", "b.ckpt"}
+
+
 def test_a_link_to_the_last_checkpoint_is_removed_and_replaced_without_that_checkpoint(tmp_path: Path) -> None:
     plugin = CkptIO()
     for name in ("a.ckpt", "b.ckpt"):
