@@ -426,6 +426,19 @@ def test_a_folder_that_a_trainer_wrote_is_taken_over(tmp_path: Path, straight: A
     assert [path.name for path in (tmp_path / "output").iterdir()] == ["checkpoint-6"]
 
 
+def test_a_folder_that_a_trainer_wrote_is_left_alone_where_one_checkpoint_is_to_be_kept(
+    tmp_path: Path, scored: Any
+) -> None:
+    best: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 3, "metric_for_best_model": "score"}
+    root = f"memory://{tmp_path.name}"  # no folder: the Trainer would look for it
+    for steps, callbacks in ((3, []), (9, [kept(root)])):
+        run = trainer(tmp_path, *callbacks, max_steps=steps, save_total_limit=1, load_best_model_at_end=True, **best)
+        run.compute_metrics = scored
+        run.train(resume_from_checkpoint=steps > 3)
+    assert run.state.best_model_checkpoint == f"{root}/step-00000006"
+    assert [path.name for path in (tmp_path / "output").iterdir()] == ["checkpoint-3"]
+
+
 def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
     trainer(tmp_path, kept(tmp_path / "root"), max_steps=3).train()
     with pytest.raises(ckpt.MissingError, match=r"no checkpoint 'step-9' in .* There are: step-00000003"):
