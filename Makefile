@@ -16,7 +16,7 @@ FAST := not slow and not gpu
 SEED ?= 1
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(if $(filter-out file,$(origin SEED)),--shuffle $(SEED))
 
-.PHONY: demo check fast test test-all alone profile coverage test-macos test-s3 test-accelerate test-frameworks scripts lint format site kills memory-kills faults campaign mutants fuzz bench release environments versions clean
+.PHONY: demo check fast test test-all alone profile coverage test-macos test-s3 test-accelerate test-transformers test-lightning test-frameworks scripts lint format site kills memory-kills faults campaign mutants fuzz bench release environments versions clean
 
 demo: $(READY)
 	$(BIN)/ckpt demo
@@ -76,15 +76,24 @@ test-macos: $(READY)
 test-s3: $(READY)
 	CKPT_ROOT=s3 $(PYTEST) $(foreach name,$(MATRIX),tests/$(dir $(name))test_$(notdir $(name)).py)
 
-# Accelerate's own tests of checkpoints, from a checkout of the installed version, with every accelerator attached: with
-# saves in the foreground, and in the background
+# tests of checkpoints by Accelerate, transformers and Lightning themselves, from checkouts of the installed versions, with ckpt
+# attached to all that they build: with saves in the foreground, and in the background
 ACCELERATE ?= ../accelerate
-ACCELERATED = PYTHONPATH=tests/accelerate_suite CKPT_MEMORY_KEEPER=off $(BIN)/pytest -p attached_accelerators \
-	-p no:cacheprovider -c /dev/null --rootdir $(ACCELERATE) --tb=short \
+TRANSFORMERS ?= ../transformers
+LIGHTNING ?= ../lightning
+OWN_TESTS = PYTHONPATH=tests/suites$(addprefix :,$(PYTHONPATH)) CKPT_MEMORY_KEEPER=off HF_HUB_OFFLINE=1 \
+	$(BIN)/pytest -p no:cacheprovider -c /dev/null --tb=short -rsx
+test-accelerate: SUITE = -p attached_accelerators --rootdir $(ACCELERATE) \
 	$(addprefix $(ACCELERATE)/tests/test_,state_checkpointing.py accelerator.py)
-test-accelerate: $(READY)
-	$(ACCELERATED)
-	$(ACCELERATED) --background
+test-transformers: SUITE = -p attached_trainers --rootdir $(TRANSFORMERS) \
+	$(addprefix $(TRANSFORMERS)/tests/trainer/test_trainer_,checkpointing.py callback.py)
+test-lightning: SUITE = -p attached_lightning --rootdir $(LIGHTNING)/tests \
+	$(addprefix $(LIGHTNING)/tests/tests_pytorch/,$(addprefix checkpointing/test_,checkpoint_callback_frequency.py \
+	model_checkpoint.py torch_saving.py trainer_checkpoint.py) trainer/connectors/test_checkpoint_connector.py \
+	plugins/test_checkpoint_io_plugin.py models/test_restore.py)
+test-accelerate test-transformers test-lightning: $(READY)
+	$(OWN_TESTS) $(SUITE)
+	$(OWN_TESTS) $(SUITE) --background
 
 # tests of libraries that are in no extra, in a folder behind the environment: Ray is large, and torchtitan wants older
 # datasets, which these tests do without

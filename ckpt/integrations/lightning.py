@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
@@ -124,6 +125,16 @@ _MODEL = "model"  # the part in which other tools expect them
 _BESIDE = "lightning"  # the part beside a sharded model and its optimizers: everything else in Lightning's checkpoint
 
 
+_savers: WeakSet[Saver] = WeakSet()  # of every CkptIO in this process
+
+
+def _await_saves(storage: Storage) -> None:
+    """Wait for the saves of every Trainer in this process, which look cut off until they are committed."""
+    for saver in [*_savers]:
+        if saver.busy and saver.owner.is_here and place_of(saver.root.storage) == place_of(storage):
+            saver.wait()
+
+
 class CkptIO(CheckpointIO):  # type: ignore[misc]
     """Makes Lightning's checkpoints atomic, hashed and free of pickles, and writes them while training continues.
 
@@ -145,10 +156,15 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         self._managers: dict[str, tuple[StateManager, Beside]] = {}  # under a strategy that shards the model
         self._to_remove: list[str] = []  # checkpoints to remove once their replacement is committed
 
+    def __getstate__(self) -> dict[str, Any]:
+        none: dict[str, Any] = {"_savers": {}, "_managers": {}, "_to_remove": []}
+        return {**vars(self), **none}  # a copy of a Trainer has no saves under way
+
     @staticmethod
     def newest(folder: str | os.PathLike[str]) -> str | None:
         """Return the path of the newest intact checkpoint in a folder, every byte verified; None if it has none."""
         storage = open_storage(folder)
+        _await_saves(storage)
         with ExitStack() as held:
             choice = choose(
                 Selection(
@@ -168,8 +184,13 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         root, name = _split_path(path)
         self._finish_saves()
         request = request_of(check_name(name), checkpoint)
+        _remove_link(path)  # `save_last="link"` of an earlier run: a save must not go where it leads
+        is_handed_over = _is_handed_over(path)
         with advised():
-            self.saver_of(open_storage(root)).save(request, wait=not self._background)
+            self.saver_of(open_storage(root)).save(request, wait=is_handed_over or not self._background)
+        _make_folder(root, name)
+        if is_handed_over:
+            self.teardown()  # this process ends
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
@@ -187,6 +208,8 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         self._to_remove.append(os.fspath(path))
         if not any(saver.busy for saver in self._savers.values()):
             self._finish_saves()
+        if _is_handed_over(path):
+            self.teardown()  # training has ended, in other processes
 
     def teardown(self) -> None:
         """Wait until everything is committed, and release the roots."""
@@ -202,6 +225,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         if place not in self._savers:
             # Lightning decides what to resume from, and may start afresh in the same folder; only its main rank saves
             self._savers[place] = Saver(RootWriter(storage, SingleProcess(), lineage=Lineage(has_resumed=True)))
+            _savers.add(self._savers[place])
         return self._savers[place]
 
     def sharded(self, root: str, strategy: Strategy) -> tuple[StateManager, Beside]:
@@ -222,6 +246,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
             manager.session.saves.unmanaged.quiet = manager.session.loop.quiet = True  # Lightning decides when to save
             self._managers[place], self._savers[place] = (manager, beside), manager.session.saver
             self._savers[place].root.lineage.has_resumed = True  # as in `saver_of`
+            _savers.add(self._savers[place])
         return self._managers[place]
 
     def _finish_saves(self) -> None:
@@ -230,8 +255,9 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
             saver.wait()
         paths, self._to_remove = self._to_remove, []
         for path in paths:
-            root, name = _split_path(path)
-            self.saver_of(open_storage(root)).root.remove(name)
+            if not _remove_link(path):
+                root, name = _split_path(path)
+                self.saver_of(open_storage(root)).root.remove(name)
 
 
 class CkptGenerators(Callback):  # type: ignore[misc]
@@ -254,6 +280,9 @@ class CkptGenerators(Callback):  # type: ignore[misc]
         self._ranks: Ranks | None = None
         self._to_restore: list[str] = []  # the saved generators of every rank
         self._position: LoaderPosition | None = None  # to go to
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_ranks": None}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy, own = trainer.strategy, type(trainer.strategy)
@@ -338,11 +367,15 @@ class ShardedStrategy(Strategy):  # type: ignore[misc]
             )
         root, name = _split_path(self.broadcast(filepath))
         manager, beside = self.checkpoint_io.sharded(root, self)
+        if self.is_global_zero:
+            _remove_link(filepath)
         beside.value = {key: value for key, value in checkpoint.items() if key not in (_WEIGHTS, "optimizer_states")}
         progress = _progress(checkpoint)
         manager.progress.step, manager.progress.epoch = progress.step, progress.epoch
         with advised():
             manager.save_state(name)
+        if self.is_global_zero:
+            _make_folder(root, name)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -417,6 +450,7 @@ def _choose(
             )
         return read(reader)
 
+    _await_saves(storage)
     with ExitStack() as held:
         choice = choose(Selection(tiers=(storage,), ranks=SingleProcess(), prepare=prepare, name=name), held)
     assert choice is not None  # with a name, a missing checkpoint is an error
@@ -452,11 +486,32 @@ def _progress(checkpoint: dict[str, Any]) -> Progress:
     return Progress(epoch=epoch, step=step)
 
 
+_HANDED_OVER = ".temp.ckpt"  # weights from a process that Lightning launched (ddp_spawn, ddp_notebook) to its parent
+
+
+def _is_handed_over(path: str | os.PathLike[str]) -> bool:
+    return os.path.basename(path) == _HANDED_OVER
+
+
 def _split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
     """The root, which is the parent folder, and the name of a checkpoint."""
     text = os.fspath(path) if "://" in os.fspath(path) else os.path.abspath(path)
     root, _, name = text.rstrip("/").rpartition("/")
-    return root or "/", name
+    return root or "/", name.lstrip(".") if name == _HANDED_OVER else name
+
+
+def _make_folder(root: str, name: str) -> None:
+    """Show that a save is under way: `ModelCheckpoint` looks for the name before it gives it to another save."""
+    if "://" not in root:
+        os.makedirs(f"{root}/{name}", exist_ok=True)
+
+
+def _remove_link(path: str | os.PathLike[str]) -> bool:
+    """Remove a link to a checkpoint, and not the checkpoint, and return whether it is one."""
+    is_link = os.path.islink(path)
+    if is_link:
+        os.unlink(path)
+    return is_link
 
 
 def verify(storage: Storage, manifest: Manifest) -> None:

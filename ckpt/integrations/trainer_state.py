@@ -54,18 +54,23 @@ class TrainerPart:
         self._since = 0
 
     def gather(self) -> None:
-        """Gather every rank's loss since the last log. A collective call, so not part of `state_dict`."""
-        assert self.loss is not None
-        self._unlogged = self._trainer.accelerator.gather(self.loss).reshape(-1).tolist()
-        self._since = last_logged(self._trainer)
+        """Bring the Trainer's state up to date, as its own save does, and gather every rank's loss since the last log.
 
-    def state_dict(self) -> dict[str, Any]:
+        The latter is a collective call, so not part of `state_dict`.
+        """
         trainer = self._trainer
         owners = (*trainer.callback_handler.callbacks, trainer.control)
         stateful = [owner for owner in owners if isinstance(owner, ExportableState)]
-        state = dataclasses.asdict(dataclasses.replace(trainer.state, stateful_callbacks=stateful))
+        current = dataclasses.replace(trainer.state, stateful_callbacks=stateful)
+        trainer.state.stateful_callbacks = current.stateful_callbacks
+        assert self.loss is not None
+        self._unlogged = trainer.accelerator.gather(self.loss).reshape(-1).tolist()
+        self._since = last_logged(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
         return {
-            "state": state,
+            "state": dataclasses.asdict(trainer.state),
             "unlogged": self._unlogged,
             "since": self._since,
             "batch": _samples_in_a_step(trainer),
@@ -119,7 +124,10 @@ class TrainerPart:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TotalLimit(Keep):
-    """Retention by `save_total_limit`: so many in all, the best one among them. The newest is always kept."""
+    """Retention by `save_total_limit`: so many in all, the best one among them. The newest is always kept.
+
+    The best is the Trainer's choice: it also evaluates between saves, and `evaluate` may not log the metric.
+    """
 
     def check(self, metrics: Mapping[str, float], where: str) -> None:
         """Accept NaN: such a checkpoint is never the best, and no reason to stop."""
@@ -142,11 +150,10 @@ def total_limit(args: TrainingArguments) -> Keep | None:
     """The retention that a Trainer's arguments ask for; None if they set no limit."""
     if args.save_total_limit is None:
         return None
-    limit, metric = max(1, args.save_total_limit), args.metric_for_best_model
-    if metric is None:
+    limit = max(1, args.save_total_limit)
+    if args.metric_for_best_model is None:
         return TotalLimit(last=limit)
-    mode = "max" if args.greater_is_better else "min"
-    return TotalLimit(last=limit, best=1, metric=f"eval_{metric.removeprefix('eval_')}", mode=mode)
+    return TotalLimit(last=limit, best=1, metric=_BEST, mode="max" if args.greater_is_better else "min")
 
 
 def _samples_in_a_step(trainer: Trainer) -> int:
@@ -160,11 +167,15 @@ def _samples_in_a_group(trainer: Trainer) -> int | None:
     return int(args.train_batch_size * args.gradient_accumulation_steps) if grouped else None
 
 
+_BEST = "best_metric"  # of a checkpoint that was the Trainer's best when it was saved
+
+
 def logged_metrics(state: TrainerState) -> dict[str, float]:
-    """The numbers that have been logged at this step."""
+    """The numbers that have been logged at this step, and the Trainer's best metric if it is of this step."""
     entries = [entry for entry in state.log_history if entry.get("step") == state.global_step]
     found = {key: value for entry in entries for key, value in entry.items() if key not in ("step", "epoch")}
-    return {key: value for key, value in found.items() if isinstance(value, int | float)}
+    best = {_BEST: state.best_metric} if state.best_global_step == state.global_step else {}
+    return {key: value for key, value in {**found, **best}.items() if isinstance(value, int | float)}
 
 
 STATE_FILE = "trainer_state.json"

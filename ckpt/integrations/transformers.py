@@ -166,6 +166,10 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             "skip_first_batches": self._skip_first_batches,
             "deepspeed_load_checkpoint": self._load_engine,
         }
+        if hasattr(
+            transformers.trainer, "sort_checkpoints"
+        ):  # since 5.5: of its own folders, to remove all but the best
+            called["sort_checkpoints"] = lambda *_, **__: []
         refuse_unsupported(trainer, around.keys() | beneath.keys())
         self._push = TrainerPush(trainer)
         self._trainer = trainer

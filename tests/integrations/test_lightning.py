@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
+import pickle
 import signal
+import tempfile
 from collections import OrderedDict
 from enum import Enum
 from pathlib import Path
@@ -281,6 +284,51 @@ def test_what_is_let_go_goes_when_its_successor_is_committed(tmp_path: Path) -> 
     assert exact(other.state_dict()) == exact(run.lightning_module.state_dict())
 
 
+def test_a_save_under_way_has_its_folder_and_is_waited_for_by_others_in_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plugin, large = CkptIO(), {"state_dict": {"weight": torch.ones(1 << 24)}}
+    for name in ("a.ckpt", "b.ckpt"):
+        plugin.save_checkpoint(large, tmp_path / name)
+        assert (tmp_path / name).is_dir()
+        if name == "a.ckpt":
+            assert CkptIO().load_checkpoint(tmp_path / name)["state_dict"]["weight"].all()
+        else:
+            assert CkptIO.newest(tmp_path) == f"{tmp_path}/{name}"
+    plugin.save_checkpoint(ODD, f"memory://{tmp_path.name}/a.ckpt")
+    plugin.teardown()
+    assert {path.name for path in tmp_path.glob("[!.]*")} == {"a.ckpt", "b.ckpt"}
+
+
+def test_a_link_to_the_last_checkpoint_is_removed_and_replaced_without_that_checkpoint(tmp_path: Path) -> None:
+    plugin = CkptIO()
+    for name in ("a.ckpt", "b.ckpt"):
+        plugin.save_checkpoint(ODD, tmp_path / name)
+        (tmp_path / f"last-{name}").symlink_to(name)
+    plugin.remove_checkpoint(tmp_path / "last-a.ckpt")
+    plugin.save_checkpoint({"epoch": 4}, tmp_path / "last-b.ckpt")
+    assert plugin.load_checkpoint(tmp_path / "last-b.ckpt") == {"epoch": 4}
+    plugin.teardown()
+    assert ckpt.verify(tmp_path) == {"a.ckpt": [], "b.ckpt": [], "last-b.ckpt": []}
+    assert exact(plugin.load_checkpoint(tmp_path / "b.ckpt")) == exact(ODD)
+    plugin.teardown()
+    assert not (tmp_path / "last-a.ckpt").is_symlink()
+
+
+def test_a_fit_in_processes_that_lightning_launches_hands_its_weights_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # Lightning leaves a folder there
+    options: Any = {"strategy": "ddp_fork", "devices": 2, "plugins": [CkptIO()], "default_root_dir": tmp_path, **QUIET}
+    model = Regression()
+    before = exact(model.state_dict())
+    run = lightning.Trainer(max_steps=2, callbacks=[ModelCheckpoint(tmp_path, filename="{step}")], **options)
+    run.fit(model, loader())
+    saved = CkptIO().load_checkpoint(tmp_path / "step=2.ckpt")["state_dict"]
+    assert exact(model.state_dict()) == exact(dict(saved)) != before
+
+
 ODD: dict[Any, Any] = {
     "state_dict": OrderedDict(weight=torch.arange(6.0).reshape(2, 3), bias=torch.ones(2, dtype=torch.bfloat16)),
     "epoch": 3,
@@ -315,6 +363,18 @@ def test_what_cannot_be_held_is_named_before_anything_is_written(tmp_path: Path)
         plugin.save_checkpoint(bad, tmp_path / "a.ckpt")
     plugin.teardown()
     assert not (tmp_path / "a.ckpt").exists()
+
+
+def test_a_copy_of_a_trainer_has_no_saves_under_way(tmp_path: Path) -> None:
+    plugin = CkptIO(background=False)
+    plugin.save_checkpoint(ODD, tmp_path / "a.ckpt")
+    run = lightning.Trainer(plugins=[plugin], callbacks=[CkptGenerators()], **QUIET, default_root_dir=tmp_path)
+    copied = copy.deepcopy(run)
+    plugin.teardown()
+    pickle.dumps(run)
+    copied.strategy.checkpoint_io.save_checkpoint(ODD, tmp_path / "b.ckpt")
+    copied.strategy.checkpoint_io.teardown()
+    assert ckpt.verify(tmp_path) == {"a.ckpt": [], "b.ckpt": []}
 
 
 def test_a_state_is_taken_when_the_call_is_made(tmp_path: Path) -> None:

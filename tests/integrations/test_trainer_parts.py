@@ -72,8 +72,8 @@ class TestTotalLimit:
         assert limit(None, "loss") is None
         assert limit(3) == TotalLimit(last=3)
         assert limit(0) == TotalLimit(last=1)
-        assert limit(2, "loss") == TotalLimit(last=2, best=1, metric="eval_loss", mode="min")
-        assert limit(2, "eval_f1", True) == TotalLimit(last=2, best=1, metric="eval_f1", mode="max")
+        assert limit(2, "loss") == TotalLimit(last=2, best=1, metric="best_metric", mode="min")
+        assert limit(2, "eval_f1", True) == TotalLimit(last=2, best=1, metric="best_metric", mode="max")
         TotalLimit(last=2, best=1, metric="eval_loss").check({}, "here")  # a save without it is no error
         assert TotalLimit(last=2, best=1, metric="eval_loss").cannot_rank(saves(None)) == ""
 
@@ -84,6 +84,8 @@ def test_metrics_are_the_numbers_that_were_logged_at_the_step() -> None:
     ]  # fmt: skip
     assert logged_metrics(TrainerState(global_step=2, log_history=history)) == {"loss": 1.0, "eval_loss": 3}
     assert logged_metrics(TrainerState(global_step=3, log_history=history)) == {}
+    best = TrainerState(global_step=3, log_history=history, best_global_step=3, best_metric=0.5)
+    assert logged_metrics(best) == {"best_metric": 0.5}
 
 
 class TestSubclassState:

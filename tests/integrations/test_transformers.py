@@ -306,6 +306,36 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path: Path, scored: An
     assert metrics["step-00000006"].keys() >= {"loss", "grad_norm", "learning_rate"}
 
 
+@pytest.mark.parametrize("logs", [True, False])
+def test_the_best_that_the_trainer_chose_is_kept_whatever_is_better_or_logged(tmp_path: Path, logs: bool) -> None:
+    best: dict[str, Any] = {"eval_strategy": "steps", "load_best_model_at_end": True, "save_total_limit": 2}
+    run = trainer(
+        tmp_path,
+        kept(tmp_path / "root"),
+        metric_for_best_model="score",
+        eval_steps=3,
+        save_steps=6,
+        max_steps=18,
+        **best,
+    )
+    scores = iter([0.1, 0.8, 0.9, 0.85, 0.2, 0.3])  # the best of all, at step 9, is not saved
+    own = run.evaluate
+    if logs:
+        run.compute_metrics = lambda prediction: {"score": next(scores)}
+    else:
+        run.evaluate = lambda *given, **named: {**own(*given, **named), "eval_score": next(scores)}
+    run.train()
+    assert names(tmp_path / "root") == ["step-00000018", "step-00000006"]
+    assert run.state.best_model_checkpoint == f"{tmp_path}/root/step-00000006"
+
+
+def test_after_a_save_the_trainers_state_has_that_of_its_callbacks(tmp_path: Path, straight: Any) -> None:
+    run = trainer(tmp_path, kept(tmp_path / "root"))
+    run.train()
+    assert run.state.stateful_callbacks == straight.state.stateful_callbacks
+    assert run.state.stateful_callbacks["TrainerControl"]["args"]["should_training_stop"]
+
+
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
@@ -394,6 +424,19 @@ def test_a_folder_that_a_trainer_wrote_is_taken_over(tmp_path: Path, straight: A
     assert exact(run.model.state_dict()) == exact(straight.model.state_dict())
     assert names(tmp_path / "root") == [f"step-{step:08d}" for step in (21, 18, 12)]
     assert [path.name for path in (tmp_path / "output").iterdir()] == ["checkpoint-6"]
+
+
+def test_a_folder_that_a_trainer_wrote_is_left_alone_where_one_checkpoint_is_to_be_kept(
+    tmp_path: Path, scored: Any
+) -> None:
+    best: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 3, "metric_for_best_model": "score"}
+    root = f"memory://{tmp_path.name}"  # no folder: the Trainer would look for it
+    for steps, callbacks in ((3, []), (9, [kept(root)])):
+        run = trainer(tmp_path, *callbacks, max_steps=steps, save_total_limit=1, load_best_model_at_end=True, **best)
+        run.compute_metrics = scored
+        run.train(resume_from_checkpoint=steps > 3)
+    assert run.state.best_model_checkpoint == f"{root}/step-00000006"
+    assert [path.name for path in (tmp_path / "output").iterdir()] == ["checkpoint-3"]
 
 
 def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from accelerate import Accelerator
 from ckpt import SaveOptions
 from ckpt.integrations.accelerate import attach
 
-CHOSEN = {"test_state_checkpointing.py": "", "test_accelerator.py": ("save_load", "stateful_dataloader", "pickle")}
-EXPECTED_FAILURES: dict[str, str] = {}  # by a part of a test's name, the reason
+pytest_plugins = ["chosen_tests"]
+CHOSEN = {"test_state_checkpointing.py": (), "test_accelerator.py": ("save_load", "stateful_dataloader", "pickle")}
+CANNOT_APPLY: dict[str, tuple[str, ...]] = {}
 _build = Accelerator.__init__
 _background = False
 
@@ -28,21 +29,7 @@ def _build_attached(self: Any, *args: Any, **options: Any) -> None:
     attach(self, root, saving=SaveOptions(background=_background))
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--background", action="store_true")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     global _background
     _background = config.getoption("--background")
     Accelerator.__init__ = _build_attached
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    chosen = [item for item in items if any(part in item.name for part in CHOSEN[item.path.name] or ("",))]
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = chosen
-    for item in items:
-        for part, reason in EXPECTED_FAILURES.items():
-            if part in item.nodeid:
-                item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
