@@ -17,6 +17,7 @@ KINDS = {
     "signed": "signed",
     "linked": "root",
     "sharded": "root",
+    "together": "root",
     "own-state": "root",
     "accelerate": "accelerate",
     "accelerate-pickles": "accelerate",

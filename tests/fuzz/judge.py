@@ -26,7 +26,7 @@ SECONDS = 10.0
 MEMORY = 512 << 20  # bytes beyond those of the files
 _THREADS = 96 << 20  # the stacks of a few threads
 _LINES = 14  # of an error
-_UNTIED = ("sharded", "own-state", "dcp", "safetensors-sharded", "accelerate-sharded", *STAGES)
+_UNTIED = ("sharded", "together", "own-state", "dcp", "safetensors-sharded", "accelerate-sharded", *STAGES)
 KINDS = ("crash", "hang", "error", "memory", "outside", "wrong")
 
 

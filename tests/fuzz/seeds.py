@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import ckpt
+from ckpt.save import transaction
 from tests.fuzz.live import Live, Net, Untied
 from tests.fuzz.zero_seeds import STAGES, zero
 from tests.helpers.processes import run_ranks
@@ -71,6 +72,10 @@ def sharded(folder: Path) -> None:
     run_ranks(2, _save_sharded, str(folder / "root"))
 
 
+def together(folder: Path) -> None:
+    run_ranks(2, _save_together, str(folder / "root"))
+
+
 def own_state(folder: Path) -> None:
     run_ranks(2, _save_own_state, str(folder / "root"))
 
@@ -83,6 +88,13 @@ def _save_sharded(rank: int, root: str) -> None:
     live.optimizer = torch.optim.AdamW(live.model.parameters(), lr=0.01)
     live.scheduler = torch.optim.lr_scheduler.StepLR(live.optimizer, 2)
     _save_on_ranks(live, root)
+
+
+def _save_together(rank: int, root: str) -> None:
+    """As of many ranks: those of a host in one file, and the documents of all in another."""
+    transaction.TOGETHER = transaction.ALONE = 1
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    _save_sharded(rank, root)
 
 
 def _save_own_state(rank: int, root: str) -> None:
@@ -208,6 +220,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "signed": signed,
     "linked": linked,
     "sharded": sharded,
+    "together": together,
     "own-state": own_state,
     "accelerate": accelerate,
     "accelerate-pickles": accelerate_pickles,

@@ -96,7 +96,9 @@ _SPELLED = ("F32", "F64", "F16", "BF16", "I64", "I32", "U8", "BOOL", "C64", "F8_
 @st.composite
 def _manifest(draw: Draw, trees: Trees) -> tuple[str, Tree]:
     """The manifest of the newer checkpoint with some fields drawn."""
-    seed = draw(st.sampled_from([name for name in ("full", "sharded", "linked", "own-state") if name in trees]))
+    seed = draw(
+        st.sampled_from([name for name in ("full", "sharded", "together", "linked", "own-state") if name in trees])
+    )
     files = dict(trees[seed])
     path = f"root/{draw(st.sampled_from(NAMES))}/manifest.json"
     fields = json.loads(files[path])  # type: ignore[arg-type]
@@ -126,8 +128,9 @@ def _values(draw: Draw, trees: Trees) -> tuple[str, Tree]:
 
 @st.composite
 def _layouts(draw: Draw, trees: Trees) -> tuple[str, Tree]:
-    """The table of a sharded part: other meshes, ranks, placements, shapes, dtypes, owners."""
-    files = dict(trees["sharded"])
+    """The table of a sharded part: other meshes, ranks, placements, shapes, dtypes, owners, how many write together."""
+    seed = draw(st.sampled_from([name for name in ("sharded", "together") if name in trees]))
+    files = dict(trees[seed])
     path = f"root/{NAMES[-1]}/state.json"
     fields = json.loads(files[path])  # type: ignore[arg-type]
     table = fields["parts"][draw(st.sampled_from(("model", "optimizer")))]["spread"]
@@ -150,8 +153,10 @@ def _layouts(draw: Draw, trees: Trees) -> tuple[str, Tree]:
         ]
     if draw(st.integers(0, 9)) == 0:
         table["aliases"] = draw(st.dictionaries(st.sampled_from(_NAMES_OF_TENSORS), _words, max_size=2))
+    if draw(st.integers(0, 3)) == 0:
+        table["together"] = draw(st.integers(0, 4) | st.sampled_from(INTEGERS) | _words)
     files[path] = json.dumps(fields).encode("utf-8", "surrogatepass")
-    return "sharded", reseal(files)
+    return seed, reseal(files)
 
 
 @st.composite
