@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 import ckpt
 from ckpt.errors import StorageError
+from ckpt.root.verify import repair
 from ckpt.save import handover, transaction
 from ckpt.storage import open_storage
 from tests.helpers.places import Place
@@ -148,7 +149,9 @@ def test_torch_merge_diff_the_mirror_and_a_repair_take_such_files_as_any_others(
     content[-1] ^= 1
     damaged.write_bytes(content)
     assert ckpt.verify(f"{root}/later")["later"]
-    run_ranks(2, _load, str(tmp_path / "mirror"), str(tmp_path), "fsdp2")
+    assert [*repair(open_storage(root), "later", [open_storage(mirror)]).written] == ["model/00002.safetensors"]
+    assert ckpt.verify(root) == {"saved": [], "later": []}
+    run_ranks(2, _load, mirror, str(tmp_path), "fsdp2")
     with safetensors.safe_open(Path(root, "saved", "model", "00002.safetensors"), "pt") as opened:
         rows = {name: opened.get_slice(name).get_shape()[0] for name in opened.keys()}  # noqa: SIM118
     assert rows["0.weight"] == 8  # of 16: those of ranks 2 and 3
