@@ -181,7 +181,7 @@ def _train(rank: int, folder: str, name: str, kill: bool) -> None:
     model = DistributedDataParallel(nn.Linear(2, 2)) if dist.is_initialized() else nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     batches = list(torch.arange(120.0).reshape(60, 1, 2))
-    record = Path(folder, f"{name}-{rank}")
+    record, seen = Path(folder, f"{name}-{rank}"), set()
     with ckpt.StateManager(f"{folder}/{name}", model=model, optimizer=optimizer, save_every="auto") as manager:
         for _ in manager.epochs(1):
             for batch in manager.batches(batches):
@@ -194,7 +194,9 @@ def _train(rank: int, folder: str, name: str, kill: bool) -> None:
                 manager.step()
                 with record.open("a") as file:
                     print(manager.progress.step, loss.item(), saved[0], file=file)
-                if kill and len(list(Path(folder, name).glob("step-*/manifest.json"))) > 3:
+                seen.add(saved[0])
+                if kill and len(seen) > 4:  # the same on all ranks: none is to wait for one that is dead
+                    manager.wait()
                     os.kill(os.getpid(), signal.SIGKILL)
 
 
