@@ -170,11 +170,14 @@ class Locations:
     memory: Callable[[], MemoryTier | None] | None = None
     on_listed: Callable[[Overview], None] = lambda root: None
 
-    def resolve(self, name: str | None, ranks: Ranks) -> tuple[Locations, str | None]:
+    def resolve(
+        self, name: str | None, ranks: Ranks, before: Callable[[], object] = lambda: None
+    ) -> tuple[Locations, str | None]:
         """Where a checkpoint may be, and its name there. A name with a slash is a path.
 
         A path into the root, however it is spelled, names a checkpoint there. Elsewhere, a folder of Accelerate is a
-        root itself, and one of ckpt a checkpoint in a root where nothing else is looked at.
+        root itself, and one of ckpt a checkpoint in a root where nothing else is looked at. `before`: what each rank
+        does before it looks there: the folder may be that of a save under way.
         """
         if not isinstance(name, str) or "/" not in name:
             return self, None if name is None else check_name(name)
@@ -182,7 +185,8 @@ class Locations:
         if inside is not None:
             return self, check_name(inside)
         folder = open_url(name, self.options)
-        kind = decide_together(ranks, f"load_state({name!r})", Result(), lambda _: _kind(folder))
+        mine = Result.capture(before).then(lambda _: None)
+        kind = decide_together(ranks, f"load_state({name!r})", mine, lambda _: _kind(folder))
         if kind == _OURS and isinstance(folder, LocalStorage):
             one = OneFolder(name)
             return Locations((one,)), check_name(one.name)
@@ -303,7 +307,7 @@ class StateLoader:
         self.half_loaded = name
 
     def _selection(self, name: str | None, restoring: Restoring) -> Selection[Restoration]:
-        locations, name = self.locations.resolve(name, self.ranks)
+        locations, name = self.locations.resolve(name, self.ranks, restoring.before)
         return Selection(
             tiers=locations.tiers,
             ranks=self.ranks,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import ckpt
 from ckpt.integrations.accelerate import attach
+from ckpt.root.write_link_commit import Attempt
 from tests.helpers.accelerated import Numbers, build, new_accelerator, reseed, train_on
 from tests.helpers.processes import run_ranks
 
@@ -157,6 +159,23 @@ def test_a_save_outside_the_root_does_not_stand_for_the_one_in_it_that_is_due(tm
             accelerator.save_state(str(tmp_path / "out"))
             manager.step()
     assert {"step-00000002", "step-00000004", "step-00000006"} <= _names(tmp_path / "root")
+
+
+def test_a_load_of_a_folder_outside_the_root_waits_for_the_save_under_way_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Attempt.write
+
+    def write_late(*args: Any, **options: Any) -> Any:
+        time.sleep(0.5)
+        return write(*args, **options)
+
+    monkeypatch.setattr(Attempt, "write", write_late)
+    accelerator = new_accelerator()
+    _prepared(accelerator)
+    with attach(accelerator, tmp_path / "root"):
+        accelerator.save_state(str(tmp_path / "out"))
+        accelerator.load_state(str(tmp_path / "out"))
 
 
 def test_a_checkpoint_of_another_run_outside_the_root_is_not_replaced_by_a_fresh_start(
