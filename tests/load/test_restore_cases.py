@@ -794,7 +794,7 @@ class TestALoad:
         )
         trusts: Any = SimpleNamespace(of_named=lambda: "of a name")
         loader.trust = trusts
-        restoring: Any = SimpleNamespace(prepare="prepare", opening="opening", check="check")
+        restoring: Any = SimpleNamespace(prepare="prepare", opening="opening", check="check", before=lambda: None)
         for name, found_in, trust in ((None, memory, trusts), ("a", None, "of a name")):
             found: Any = loader._selection(name, restoring)
             assert (found.name, found.memory, found.trust, found.foreign) == (name, found_in, trust, True)
