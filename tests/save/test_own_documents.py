@@ -352,6 +352,7 @@ def _resume_a(rank: int, root: str) -> None:
         assert restored.name == "a"
 
 
+@pytest.mark.on_linux
 def test_a_checkpoint_that_is_amended_keeps_the_files_that_ranks_wrote_together_and_have_not_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
