@@ -21,6 +21,7 @@ from ckpt.export.folders import atomic_file, atomic_folder
 from ckpt.export.options import ExportOptions
 from ckpt.export.save_model import CONFIG, model_files
 from ckpt.formats.checkpoint_name import check_name
+from ckpt.formats.checks import damage_reported
 from ckpt.formats.foreign import megatron, torch_files
 from ckpt.formats.foreign.hf_safetensors import plan_files, same_place, tied
 from ckpt.formats.foreign.torch_files import RNG
@@ -543,8 +544,10 @@ def _documents(found: PortableState) -> list[FilePlan]:
     if found.about:
         parts[found.the_model()]["about"] = found.about
     ranks = range(found.world_size)
+    with damage_reported("the source", "checkpoint"):  # a number may be too large for JSON
+        state = documents.to_json({"parts": parts})
     return [
-        FilePlan.of(documents.STATE, documents.to_json({"parts": parts})),
+        FilePlan.of(documents.STATE, state),
         *(FilePlan.of(documents.rank_document(rank), _rank_document(found.rank_state(rank))) for rank in ranks),
     ]
 
