@@ -304,7 +304,12 @@ class SaveTransaction:
         try:
             done = self._agree(written, lambda files: self._commit(begun, files), " (files written)")
         except Exception:
-            self.root.hands_over &= "together" not in plan  # whatever it was: the next save does without
+            if "together" in plan and self.root.ranks.rank == MAIN:  # whatever it was: the next save does without
+                self.root.hands_over = False
+                _log.warning(
+                    "the ranks of each host were to write %s together, and that failed. From now on, each rank writes "
+                    "files of its own.", self.request.name,
+                )  # fmt: skip
             raise
         self.is_saved = done["is_saved"]
         if not self.is_saved:
