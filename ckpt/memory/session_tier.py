@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpt.compat.accelerate import save_hooks
+from ckpt.errors import CkptError
 from ckpt.load import select
 from ckpt.load.load_state import Restored
 from ckpt.load.select import STRAY, in_memory
@@ -63,8 +64,14 @@ def _cadence_of(root: RootWriter, rate: float | None) -> Cadence:
     """What chooses the time between snapshots: on the main rank, which knows how often earlier processes failed."""
     from ckpt.save.cadence import Cadence, Failures, Past  # a run that sets the time loads none of it
 
-    failures = Failures.known(count_hosts(), rate)  # refused on every rank alike
-    return Cadence.in_memory(failures, lambda: Past.of(History.of(root.storage)))
+    def past() -> Past:
+        try:
+            return Past.of(History.of(root.storage))
+        except (CkptError, OSError) as error:  # of the main rank alone, and no error of the training
+            _log.warning('memory="auto" does not know how often earlier processes of this run failed: %s', error)
+            return Past()
+
+    return Cadence.in_memory(Failures.known(count_hosts(), rate), past)  # a wrong rate is refused on every rank alike
 
 
 def _tell_held(tier: weakref.ref[MemoryTier]) -> None:

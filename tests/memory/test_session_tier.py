@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ckpt.data.progress import Progress
+from ckpt.errors import StorageError
 from ckpt.load.load_state import Restored
 from ckpt.load.select import STRAY
 from ckpt.memory import session_tier
@@ -17,7 +18,9 @@ from ckpt.memory.session_tier import build_tier, find_snapshots, has_save_hooks,
 from ckpt.memory.statistics import Statistics
 from ckpt.ranks.consensus import SingleProcess
 from ckpt.ranks.hosts import Hosts
-from ckpt.storage import MemoryStorage
+from ckpt.root.catalog import History
+from ckpt.save import cadence
+from ckpt.storage import MemoryStorage, Storage
 
 
 class Tier:
@@ -153,3 +156,17 @@ def test_hooks_of_the_users_own_and_the_number_of_a_save() -> None:
     assert has_save_hooks(SimpleNamespace(accelerator=SimpleNamespace(_save_model_state_pre_hook={1: print})))
     assert session_tier.without_this_save({"saves": 3, "x": 1}) == {"saves": 2, "x": 1}
     assert session_tier.without_this_save({"x": 1}) == {"x": 1}
+
+
+def test_where_the_history_cannot_be_read_snapshots_are_taken_by_the_given_rate(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unreadable(storage: Storage) -> Any:
+        raise StorageError("it is away")
+
+    monkeypatch.setattr(History, "of", unreadable)
+    root: Any = SimpleNamespace(storage=MemoryStorage("history"))
+    found = session_tier._cadence_of(root, 0.5)
+    found.begin()
+    assert (found.interval, found.failures.rate) == (cadence.SHORTEST_IN_MEMORY, 0.5)
+    assert "does not know how often earlier processes of this run failed: it is away" in caplog.text
