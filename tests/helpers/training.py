@@ -7,7 +7,8 @@ import json
 import os
 import random
 import signal
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,19 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, s
         "rng": draws,
     }
     return {kind: hashlib.sha256(exact(state).encode()).hexdigest() for kind, state in states.items()}
+
+
+def slow_losses(manager: Any, model: Any, optimizer: Any) -> Iterator[float]:
+    """Train for an epoch of 60 steps, each of which takes 0.02 s. Yields the loss after every step."""
+    for _ in manager.epochs(1):
+        for batch in manager.batches(list(torch.arange(120.0).reshape(60, 1, 2))):
+            time.sleep(0.02)
+            loss = model(batch).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            manager.step()
+            yield loss.item()
 
 
 def exact(value: Any) -> str:

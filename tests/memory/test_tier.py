@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +26,7 @@ from ckpt.storage.local.volatile import VolatileStorage
 from tests.helpers.namespaces import with_tmpfs
 from tests.helpers.processes import run_ranks
 from tests.helpers.stateful import Stateful
+from tests.helpers.training import slow_losses
 from tests.memory.deserted import wait_until
 
 MB = 1 << 20
@@ -414,21 +414,13 @@ def _train_until_killed(rank: int, folder: str, name: str, kill: bool, when: str
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(2, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    batches = list(torch.arange(120.0).reshape(60, 1, 2))
     with ckpt.StateManager(f"{folder}/{name}", model=model, optimizer=optimizer, memory=when) as manager:
-        for _ in manager.epochs(1):
-            for batch in manager.batches(batches):
-                time.sleep(0.02)
-                loss = model(batch).square().mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                manager.step()
-                with Path(folder, f"{name}-{rank}").open("a") as file:
-                    print(manager.progress.step, loss.item(), tier_of(manager)._held_at, file=file)
-                if kill and manager.progress.step == 40:
-                    tier_of(manager).wait()
-                    os.kill(os.getpid(), signal.SIGKILL)
+        for loss in slow_losses(manager, model, optimizer):
+            with Path(folder, f"{name}-{rank}").open("a") as file:
+                print(manager.progress.step, loss, tier_of(manager)._held_at, file=file)
+            if kill and manager.progress.step == 40:
+                tier_of(manager).wait()
+                os.kill(os.getpid(), signal.SIGKILL)
         assert not kill
         assert manager.restored is None or manager.restored.from_memory
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from ckpt.storage import open_storage
 from ckpt.util.option_values import parse_duration
 from tests.helpers.places import intact
 from tests.helpers.processes import run_ranks
+from tests.helpers.training import slow_losses
 
 GONE = ("another machine", 1, 1, "1")
 
@@ -180,24 +180,16 @@ def _train(rank: int, folder: str, name: str, kill: bool) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(2, 2)) if dist.is_initialized() else nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    batches = list(torch.arange(120.0).reshape(60, 1, 2))
     record, seen = Path(folder, f"{name}-{rank}"), set()
     with ckpt.StateManager(f"{folder}/{name}", model=model, optimizer=optimizer, save_every="auto") as manager:
-        for _ in manager.epochs(1):
-            for batch in manager.batches(batches):
-                saved = manager.session.state.saved_at or (0, 0)
-                time.sleep(0.02)
-                loss = model(batch).square().mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                manager.step()
-                with record.open("a") as file:
-                    print(manager.progress.step, loss.item(), saved[0], file=file)
-                seen.add(saved[0])
-                if kill and len(seen) > 4:  # the same on all ranks: none is to wait for one that is dead
-                    manager.wait()
-                    os.kill(os.getpid(), signal.SIGKILL)
+        for loss in slow_losses(manager, model, optimizer):
+            saved = manager.session.state.saved_at or (0, 0)
+            with record.open("a") as file:
+                print(manager.progress.step, loss, saved[0], file=file)
+            seen.add(saved[0])
+            if kill and len(seen) > 4:  # the same on all ranks: none is to wait for one that is dead
+                manager.wait()
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _lines(folder: Path, name: str, rank: int = 0) -> list[list[str]]:
