@@ -69,10 +69,10 @@ def hashes_on_device(
     The contents of a file are headers and flat bytes on the device. None if the device cannot do this, or has no memory
     for it.
     """
-    if device.type != "cuda" or not _has_kernels():
+    if device.type != "cuda":
         return None
     try:
-        return _enqueued(files, device, block_size)
+        return _enqueued(files, device, block_size) if _has_kernels() else None
     except torch.OutOfMemoryError:
         return None
 
@@ -109,6 +109,8 @@ def _has_kernels() -> bool:
         expected = tuple(map(xxhash.xxh3_128_hexdigest, parts))
         return _enqueued([contents], device, 32 * KIB)() == [expected]
     except Exception as error:  # whatever the compiler raises
+        if "out of memory" in str(error):  # PyTorch's, or Triton's: no answer, so the next save asks again
+            raise torch.OutOfMemoryError(str(error)) from error
         _log.debug("the device can't hash the tensors of a save, so the host does: %s", error)
         return False
 

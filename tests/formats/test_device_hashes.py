@@ -73,6 +73,24 @@ def test_a_device_without_kernels_or_without_memory_leaves_it_to_the_host(monkey
     assert hashes_on_device([[b"x"]], torch.device("cuda"), KIB) is None
 
 
+def test_a_device_that_was_full_is_asked_again_for_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Exception] = [RuntimeError("Triton Error [CUDA]: out of memory"), RuntimeError("no compiler")]
+
+    def enqueued(*_: object) -> None:
+        raise answers.pop(0)
+
+    monkeypatch.setattr(module, "_enqueued", enqueued)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_: tensor)
+    module._has_kernels.cache_clear()
+    try:
+        for _ in range(3):  # full; then without a compiler, which is remembered
+            assert hashes_on_device([[b"x"]], torch.device("cuda"), KIB) is None
+        assert answers == []
+    finally:
+        module._has_kernels.cache_clear()
+
+
 def test_more_than_a_device_has_memory_for_is_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_GATHERED", 4 * KIB)
     cpu, data = torch.device("cpu"), torch.zeros(9 * KIB, dtype=torch.uint8)

@@ -183,6 +183,7 @@ def _full_device(left: int) -> Iterator[None]:
     finally:
         held.clear()
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()  # or the next manager would leave training as much again
 
 
 @contextmanager
