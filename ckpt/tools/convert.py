@@ -163,7 +163,7 @@ def export_hugging_face(
 ) -> Outcome:
     """Write the model as `save_pretrained` would, of a PEFT model its adapters; and the files that were beside it."""
     key = state.the_model()
-    tree = state.tree(key)
+    tree = state.named(key)
     tensors = {name: tensor for name, tensor in tree.items() if isinstance(tensor, PiecedTensor)}
     storage = open_storage(folder)
     files = model_files(state.about, tensors, tied(tensors), ExportOptions(max_shard_size=max_shard_size))
@@ -277,7 +277,7 @@ _LAYER = re.compile(r"(?:.*\.)?(?:decoder|encoder)\.layers\.\d{1,6}\..+")
 
 def export_megatron(state: PortableState, folder: Path, advance: Callable[[int], None]) -> Outcome:
     """Write the folder. Returns the parts in it, and what was left out, with the reasons."""
-    tree = state.tree(_PART) if _PART in state.parts else {}
+    tree = state.named(_PART) if _PART in state.parts else {}
     tensors = {name: tensor for name, tensor in tree.items() if isinstance(tensor, PiecedTensor)}
     _require_names(tensors, state.name)
     entries = _stacked(megatron.stored_names(tensors), state.name)

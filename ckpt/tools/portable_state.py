@@ -99,6 +99,16 @@ class PortableState:
         part = self.parts[key]
         return _LazyDecoder(part.tensors.__getitem__, f"{self.name}: {key}").decode(part.values)
 
+    def named(self, key: str) -> dict[str, Any]:
+        """The state of a part for formats that know each tensor by its name."""
+        tree = self.tree(key)
+        if not isinstance(tree, dict):
+            raise ConfigError(
+                f"{self.name}: the state of {key} is a {type(tree).__name__}, and this format needs a dict of tensors. "
+                "Convert it with to='torch', which keeps a state of any shape."
+            )
+        return tree
+
     def numbered(self, key: str) -> Any:
         """The state of an optimizer as torch's `state_dict` has it: parameters by number."""
         values = self.tree(key)

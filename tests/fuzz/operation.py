@@ -11,7 +11,8 @@ from tests.fuzz.live import Live
 
 NAMES_A_FOLDER = {  # of a root. A link that a user names is followed, wherever it leads, as one to the root or a file
     "load_model", "load_model, signed", "merge", "merge the optimizer", "merge, signed", "convert to accelerate",
-    "diff", "ckpt ls of one", "ckpt show", "ckpt show --tensors", "ckpt diff", "ckpt merge", "ckpt convert", "pull one",
+    "convert to DCP", "convert to torch", "convert to Lightning", "convert to safetensors", "convert to ckpt", "diff",
+    "ckpt ls of one", "ckpt show", "ckpt show --tensors", "ckpt diff", "ckpt merge", "ckpt convert", "pull one",
     "load_model of Accelerate", "merge of Accelerate", "convert from accelerate", "ckpt convert from accelerate",
     "ckpt show of Accelerate", "ckpt diff of Accelerate",
 }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -127,6 +128,15 @@ def test_a_format_of_one_model_refuses_none_and_several(state: PortableState) ->
         with pytest.raises(ConfigError, match=message):
             replace(state, parts=parts).the_model()
     assert replace(state, parts={"model.x": model}).the_model() == "model.x"
+
+
+def test_a_format_of_named_tensors_refuses_a_model_whose_state_is_a_list(state: PortableState, tmp_path: Path) -> None:
+    model = state.parts["model"]
+    bare = replace(state, parts={**state.parts, "model": replace(model, values=[1, 2], tensors={})})
+    for export in (partial(converting.export_hugging_face, max_shard_size=None), converting.export_megatron):
+        with pytest.raises(ConfigError, match="a: the state of model is a list, and this format needs a dict"):
+            export(bare, tmp_path, lambda _: None)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_root_stands_for_its_newest_checkpoint(saved: Path, tmp_path: Path) -> None:
