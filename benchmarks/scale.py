@@ -72,6 +72,7 @@ class OtherRanks:
         self.requests: Counter[str] = Counter()  # of rank 0 to the store
         self.sent = 0  # bytes that rank 0 has received, or the store in its process
         self.exchanges = 0
+        self.answers: list[str] = []  # the keys of those that are in the store
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -86,6 +87,9 @@ class OtherRanks:
             key = f"{group._turn}/all/read"
             found = broadcast(group, name, data)
             with others.paused():
+                for answer in others.answers:
+                    group._store._store.delete_key(answer)
+                others.answers.clear()
                 group._store._store.add(key, rest)
             others.exchanges += 1
             return found
@@ -128,7 +132,8 @@ class OtherRanks:
                 if isinstance(value, dict) and "files" in value and joined and rank % IN_A_FILE == 0:
                     said["value"] = {**value, "files": [*value["files"], self._joined(joined, rank)]}
                     answer = json.dumps(said).replace("00000.", f"{rank:05d}.")
-                group._store._store.set(group._answer_key(rank), answer)
+                self.answers.append(group._answer_key(rank))
+                group._store._store.set(self.answers[-1], answer)
                 self.sent += len(answer)
 
     def _joined(self, entry: dict[str, Any], first: int) -> dict[str, Any]:

@@ -175,6 +175,7 @@ class StoreGroup:
         self._failed_gathers = 0
         self._abandoned = False
         self._used_keys: list[str] = []
+        self._answered = ""  # the key of this rank's answer that is still in the store
         self._spoken_for: list[str] = []  # keys of what this rank was the first to ask about
         self._unread = UnreadBroadcast(store, built.unread)
         self._channels = [self]
@@ -195,22 +196,23 @@ class StoreGroup:
             self._spoken_for = [key for key in self._spoken_for if key not in passed]
         if self.rank != MAIN:
             self._failed_gathers = self._store.add(_FAILURES, 0)
-            self._store.set(self._answer_key(self.rank), data)
+            self._answered = self._answer_key(self.rank)
+            self._store.set(self._answered, data)
             self._turn += 1
             return []
-        keys = [self._answer_key(rank) for rank in range(self.world_size)]
-        self._store.set(keys[self.rank], data)
+        keys = [self._answer_key(rank) for rank in range(1, self.world_size)]
         try:
-            self._await(dict(enumerate(keys)), call)
+            self._await(dict(enumerate(keys, 1)), call)
         except RanksError as error:
             self._give_up(str(error), keys)
             raise
-        answers = self._store.get_all(keys)
-        self._store.delete_each([*keys, *self._used_keys])  # a rank that has answered has read the broadcasts before
-        self._used_keys.clear()
+        self._store.delete_each(self._used_keys)  # a rank that has answered has read the broadcasts before
+        self._used_keys = [self._taken_key]
+        self._store.set(self._taken_key, "")
         self._unread.clear()
+        answers = self._store.get_all(keys)
         self._turn += 1
-        return answers
+        return [data, *answers]
 
     def broadcast(self, call: str, data: str) -> str:
         key = f"{self._turn}/all"
@@ -225,6 +227,9 @@ class StoreGroup:
                 self._step_back()
                 raise
             data = self._store.get(key)
+            if self._answered:  # each deletes its own answer: for thousands, the main rank would take a second
+                self._store.delete_key(self._answered)
+                self._answered = ""
             self._unread.confirm(f"{key}/read")
         self._turn += 1
         return data
@@ -287,6 +292,11 @@ class StoreGroup:
     def _answer_key(self, rank: int) -> str:
         return f"{self._turn}.{self._failed_gathers}/from/{rank}"
 
+    @property
+    def _taken_key(self) -> str:
+        """Set when the main rank has seen all answers, before it reads them."""
+        return f"{self._turn}.{self._failed_gathers}/taken"
+
     def _give_up(self, text: str, keys: list[str]) -> None:
         """Send the error to the ranks that did answer; or each of them would report the main rank as silent."""
         with suppress(RanksError):
@@ -294,7 +304,7 @@ class StoreGroup:
             self._failed_gathers += 1
             self._store.set(f"{_FAILURES}/{self._failed_gathers}", text)
             self._store.add(_FAILURES, 1)
-            self._unread.expect(f"{_FAILURES}/{self._failed_gathers}/read", answered - 1)
+            self._unread.expect(f"{_FAILURES}/{self._failed_gathers}/read", answered)
 
     def _step_back(self) -> None:
         """Return to the turn of the gather that was not answered, where a later call meets the main rank.
@@ -303,7 +313,11 @@ class StoreGroup:
         """
         self._turn -= 1
         with suppress(RanksError):
-            if not self._store.delete_key(self._answer_key(self.rank)):
+            is_taken = self._store.check([self._taken_key])
+            if not is_taken:
+                self._store.delete_key(self._answer_key(self.rank))
+                is_taken = self._store.check([self._taken_key])
+            if is_taken:
                 self._turn += 2
 
     def _await(self, keys: dict[int, str], call: str) -> None:

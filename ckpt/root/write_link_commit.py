@@ -235,8 +235,8 @@ class Attempt:
 
         After a `NotDurableError` it exists too; the replaced files are kept, as a crash may restore the old manifest.
         """
+        data = manifest.to_bytes()
         if isinstance(storage, Staging):
-            data = manifest.to_bytes()
             keyed = {f"{self.name}/{path}": receipt for path, receipt in receipts.items()}
             for key in (f"{self.name}/{COPY_NAME}", f"{self.name}/{FILE_NAME}"):
                 keyed[key] = storage.stage(key, [data])
@@ -247,11 +247,11 @@ class Attempt:
         if self.expected_version is not None:
             with suppress(StorageError):  # where nothing can be deleted, it is overwritten after the commit
                 delete_copy(storage, self.name)
-        version = self._put_manifest(storage, manifest)
+        version = self._put_manifest(storage, manifest, data)
         with suppress(
             StorageError
         ):  # it is committed: what could not be written or removed now is left to a later save
-            write_copy(storage, self.name, manifest.to_bytes())
+            write_copy(storage, self.name, data)
         with suppress(StorageError):
             remove_uncommitted(storage, self.name, manifest)
         return version
@@ -276,9 +276,9 @@ class Attempt:
                 f"size since ckpt wrote them ({', '.join(wrong[:5])}). Does another run use this root?"
             )
 
-    def _put_manifest(self, storage: Storage, manifest: Manifest) -> str | None:
+    def _put_manifest(self, storage: Storage, manifest: Manifest, data: bytes) -> str | None:
         """Write the manifest over the expected version. If that fails, read it back: the answer alone may be lost."""
-        key, data = f"{self.name}/{FILE_NAME}", manifest.to_bytes()
+        key = f"{self.name}/{FILE_NAME}"
         try:
             return storage.write(key, [data], over=self.expected_version)
         except NotDurableError:

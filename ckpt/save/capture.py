@@ -138,6 +138,9 @@ def _is_gathered(layout: Layout, rank: int) -> bool:
     return layout.holds(MAIN) and layout.copy_of(MAIN) == layout.copy_of(rank)
 
 
+_OF_TENSORS = {"shards", "rank_files", "common_files"}  # what is computed of the parts' tensors alone
+
+
 @dataclass(frozen=True)
 class CapturedState:
     """What this rank has to save: the state of parts that all ranks have, its shards of others, and what is its own.
@@ -185,6 +188,12 @@ class CapturedState:
         for key, part in self.sharded.items():
             files += _tensor_files(partial(spread_file, key, self.rank), self.shards[key], part.frozen)
         return [*files, *_unsharded_files(self.rank_parts)]
+
+    def but(self, **facts: Any) -> CapturedState:
+        """The same tensors with other facts about them. What is known of their files stays known: it took long."""
+        other = replace(self, **facts)
+        vars(other).update({name: vars(self)[name] for name in _OF_TENSORS & vars(self).keys()})
+        return other
 
     @cached_property
     def shards(self) -> dict[str, dict[str, Shard]]:
@@ -398,7 +407,7 @@ def with_diverged_state(
         own[own_key(key, captured.rank)] = {"absent": True} if absent else _entry(captured, key, verdict["tensors"])
     names = {key: {*diverged.get(key, {}).get("tensors", ()), *writes.get(key, ())} for key in {**diverged, **writes}}
     files = [file for key in names if (file := _file(captured, key, names[key], snapshot)) is not None]
-    return replace(captured, rank_values={**captured.rank_values, "own": own}, diverged_files=files)
+    return captured.but(rank_values={**captured.rank_values, "own": own}, diverged_files=files)
 
 
 def _file(captured: CapturedState, key: str, names: set[str], snapshot: Mapping[str, FilePlan]) -> FilePlan | None:
@@ -656,8 +665,8 @@ class StateCapture:
         """With what the ranks need to compare what they hold."""
         if self.ranks.world_size == 1 or not self.compares:
             return captured
-        captured = replace(captured, replicas=self._replicas(captured))
-        return replace(captured, fingerprints=fingerprints(captured.compared))
+        captured = captured.but(replicas=self._replicas(captured))
+        return captured.but(fingerprints=fingerprints(captured.compared))
 
     def _replicas(self, captured: CapturedState) -> dict[str, ReplicaTensors]:
         """What this rank may hold with other bytes than the rank that writes it. Nothing is copied here."""

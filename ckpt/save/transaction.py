@@ -395,7 +395,7 @@ class SaveTransaction:
         own, writes = verdict["own"][captured.rank], verdict["writes"][captured.rank]
         united = {key: part.to_json() for key, part in judged[0].united.items()} if judged else {}
         diverged = Result.capture(lambda: with_diverged_state(captured, own, writes, self._snapshot_files))
-        self.captured = diverged.then(lambda state: replace(state, differs=verdict["differs"], united=united))
+        self.captured = diverged.then(lambda state: state.but(differs=verdict["differs"], united=united))
         self._report_differences(verdict["differs"])
         proposal = self.captured.then(lambda state: self._proposal(state, compare=False))
         plan = self._agree(proposal, self._plan, " (differences saved)")
@@ -450,7 +450,7 @@ class SaveTransaction:
         together = self._plan_together(proposals)
         if together:
             sizes = dict.fromkeys(together["parts"], together["together"])
-            self.captured = self.captured.then(lambda state: replace(state, together=sizes))
+            self.captured = self.captured.then(lambda state: state.but(together=sizes))
         captured = self.captured.get()
         texts = {rank: proposal["document"] for rank, proposal in enumerate(proposals)}
         sent = {rank: text.encode() for rank, text in texts.items() if text is not None}
