@@ -31,6 +31,7 @@ from ckpt.state.model import ModelPart, any_on_meta
 from ckpt.state.optimizer import OptimizerPart
 from ckpt.state.parts import HOOKS, TIED_HERE, WHOLE_PART, GradientsPart, Notes, OwnPart, Part, Place, naming_part
 from ckpt.state.registry import StateRegistry
+from ckpt.state.unwrap import walked_once
 from ckpt.storage import Storage
 
 
@@ -75,7 +76,8 @@ class LiveNames:
 
 
 def _names(parts: Mapping[str, Part]) -> dict[str, list[str]]:
-    found = {key: part.names() for key, part in parts.items()}
+    with walked_once():
+        found = {key: part.names() for key, part in parts.items()}
     return {key: sorted(names) for key, names in found.items() if names is not None}
 
 
@@ -267,7 +269,8 @@ class Restoring:
     def _fitted(self, candidate: Candidate, everywhere: Mapping[str, Any]) -> dict[str, Any]:
         assert self._names is not None
         elsewhere = self._names.elsewhere(everywhere)
-        self._checked = Restoration.checked(candidate, self._request_for(candidate), elsewhere)
+        with walked_once():
+            self._checked = Restoration.checked(candidate, self._request_for(candidate), elsewhere)
         if not _uses_broadcast(candidate.storage, self.request):
             return {"reads": None}
         from ckpt.load.broadcast import described_reads
@@ -527,16 +530,15 @@ def _shares(
 
 def _ties(reader: CheckpointReader, parts: Mapping[str, Part], part: OptimizerPart) -> dict[str, str]:
     """Of the parameters of an optimizer: which were tied when the checkpoint was saved, by the optimizer's names."""
-    if part.names() is None:  # FSDP 1 has names of its own
-        return {}
     models = {id(other.model): key for key, other in parts.items() if isinstance(other, ModelPart)}
     prefixes = {f"{name}." if name else "": models.get(id(model)) for name, model in part.models.items()}
-    return {
+    ties = {
         f"{prefix}{name}": f"{prefix}{first}"
         for prefix, key in prefixes.items()
         if key is not None
         for name, first in reader.ties(key).items()
     }
+    return ties if ties and part.names() is not None else {}  # FSDP 1 has names of its own
 
 
 @torch.no_grad()  # a piece of a DTensor is then the piece itself

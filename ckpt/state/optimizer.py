@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -29,7 +29,7 @@ from ckpt.state.parts import (
     unusable_states,
 )
 from ckpt.state.unwrap import (
-    clean_names,
+    all_names,
     has_replicas,
     is_instance,
     parameter_names,
@@ -187,12 +187,13 @@ class OptimizerPart:
         notes.skipped.update({f"{self.key}.{name}": why for name, why in unfit.items()})
         if "param_groups" in unfit:
             return lambda: None
-        copied = _copied(self._named(saved)["state"])
+        named = self._named(saved)
+        copied = _copied(named["state"])
         for name, of in copied.items():
             notes.approximated[f"{self.key}.state.{name}"] = (
                 f"a copy of that of {of}: the two were tied when it was saved"
             )
-        values = read(self._places(saved), live=bool(self.optimizer.state))
+        values = read(self._places(named), live=bool(self.optimizer.state))
         return lambda: self._load(values(), unfit, copied)
 
     def _load(self, values: Any, unfit: Mapping[str, str], copied: Collection[str] = ()) -> None:
@@ -207,7 +208,7 @@ class OptimizerPart:
         known = self._of_this_rank({indices[name]: value for name, value in state.items() if name in indices})
         live = self.optimizer.state_dict()["param_groups"]
         groups = [
-            {**without_own_names(saved_group), "params": mine["params"]}
+            {**without_own_names(saved_group), "params": _Indices(mine["params"])}
             for saved_group, mine in zip(values["param_groups"], live, strict=True)
         ]
         extra = {key: value for key, value in values.items() if key not in ("state", "param_groups")}
@@ -240,10 +241,11 @@ class OptimizerPart:
                 state[index] = {key: local_tensor(value) for key, value in entry}
         return state
 
-    def _places(self, saved_state: Mapping[str, Any]) -> Place:
-        """Existing state is read in place: it may be most of the memory, which must not be needed twice.
+    def _places(self, named: Mapping[str, Any]) -> Place:
+        """Where to read the tensors of a saved state whose parameters have names.
 
-        Otherwise, state of the parameter's shape gets the parameter's device and sharding.
+        Existing state is read in place: it may be most of the memory, which must not be needed twice. Otherwise, state
+        of the parameter's shape gets the parameter's device and sharding.
         """
         parameters = self._parameters_by_name()  # once: it walks all models
         state = self._live_state()
@@ -251,7 +253,7 @@ class OptimizerPart:
         owners: dict[
             str, tuple[Any, Any]
         ] = {}  # by the name of a saved tensor: its parameter, and the key of the state
-        for name, entry in self._named(saved_state)["state"].items():
+        for name, entry in named["state"].items():
             for key, tensor in _tensors_of(entry) if name in parameters else ():
                 owners.setdefault(tensor.name, (parameters[name], key))
 
@@ -287,10 +289,8 @@ class OptimizerPart:
         """The further names of tied parameters, each with the first one, which their state has here."""
         mine, first, others = set(map(id, self._parameters())), dict[int, str](), dict[str, str]()
         for key, model in self.models.items():
-            module = unwrap(model)
-            named = dict(module.named_parameters(remove_duplicate=False))
-            for raw, clean in clean_names(module, named).items():
-                name, identity = f"{key}.{clean}" if key else clean, id(named[raw])
+            for clean, identity in all_names(unwrap(model)):
+                name = f"{key}.{clean}" if key else clean
                 if identity in mine and first.setdefault(identity, name) != name:
                     others[name] = first[identity]
         return others
@@ -342,6 +342,18 @@ class OptimizerPart:
             for identity, name in parameter_names(unwrap(model)).items():
                 known.setdefault(identity, f"{key}.{name}" if key else name)
         return {i: known.get(id(p), nameless(i)) for i, p in enumerate(self._parameters())}
+
+
+class _Indices(list[int]):
+    """The indices of a group's parameters. `Optimizer.load_state_dict` looks every tensor's parameter up in them: in a
+    plain list, that takes most of a load of thousands of tensors."""
+
+    def __init__(self, indices: Iterable[int]) -> None:
+        super().__init__(indices)
+        self._all = frozenset(self)
+
+    def __contains__(self, index: object) -> bool:
+        return index in self._all
 
 
 def _rate(group: Mapping[str, Any]) -> float | None:

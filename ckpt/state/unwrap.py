@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -87,9 +87,13 @@ def unwrap(model: nn.Module) -> nn.Module:
 def clean_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Names of `module.state_dict()`, each with its name in the unwrapped model."""
     names = list(names)
-    if not any(isinstance(node, JoinedModel) or _inner_name(node) for node in kinds_in(module)):
+    if not _remembered(_has_wrappers, module):
         return {name: name for name in names}
     return {name: clean_name(module, name) for name in names}
+
+
+def _has_wrappers(module: nn.Module) -> bool:
+    return any(isinstance(node, JoinedModel) or _inner_name(node) for node in kinds_in(module))
 
 
 def clean_name(module: nn.Module, name: str) -> str:
@@ -112,8 +116,12 @@ def clean_name(module: nn.Module, name: str) -> str:
     return ".".join(kept)
 
 
-def parameter_names(module: nn.Module) -> dict[int, str]:
+def parameter_names(module: nn.Module) -> Mapping[int, str]:
     """The clean name of every parameter by its identity. A tied parameter has its first name."""
+    return _remembered(_parameter_names, module)
+
+
+def _parameter_names(module: nn.Module) -> dict[int, str]:
     names: dict[int, str] = {}
     inner_names = {type(node): _inner_name(node) for node in kinds_in(module)}
 
@@ -129,9 +137,19 @@ def parameter_names(module: nn.Module) -> dict[int, str]:
     return names
 
 
+def all_names(module: nn.Module) -> Iterable[tuple[str, int]]:
+    """Every clean name of every parameter, with the parameter's identity. A tied parameter has several."""
+    return _remembered(_all_names, module)
+
+
+def _all_names(module: nn.Module) -> list[tuple[str, int]]:
+    named = dict(module.named_parameters(remove_duplicate=False))
+    return [(clean, id(named[raw])) for raw, clean in clean_names(module, named).items()]
+
+
 def modules_in(module: nn.Module) -> Iterable[nn.Module]:
     """A module and all its submodules. Faster than `modules()`, which builds names: training waits."""
-    return _remembered(_walk, module)
+    return _remembered(_nodes, module)
 
 
 def kinds_in(module: nn.Module) -> Iterable[nn.Module]:
@@ -144,18 +162,17 @@ def parameters_in(module: nn.Module) -> Iterable[nn.Parameter]:
     return _remembered(_parameters, module)
 
 
-def _parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    for node in modules_in(module):
-        yield from node.parameters(recurse=False)
+def _parameters(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for node in modules_in(module) for parameter in node.parameters(recurse=False)]
 
 
-def _remembered(find: Callable[[nn.Module], Iterator[Found]], module: nn.Module) -> Iterable[Found]:
+def _remembered(find: Callable[[nn.Module], Found], module: nn.Module) -> Found:
     known = getattr(_walked, "known", None)
     if known is None:
         return find(module)
     if (find, id(module)) not in known:
-        known[find, id(module)] = list(find(module))
-    found: list[Found] = known[find, id(module)]
+        known[find, id(module)] = find(module), module  # the module too: another could get its id
+    found: Found = known[find, id(module)][0]
     return found
 
 
@@ -169,14 +186,15 @@ def walked_once() -> Iterator[None]:
         _walked.known = None
 
 
-def _walk(module: nn.Module) -> Iterator[nn.Module]:
-    remaining, seen = [module], {id(module)}
+def _nodes(module: nn.Module) -> list[nn.Module]:
+    remaining, seen, found = [module], {id(module)}, []
     while remaining:
         node = remaining.pop()
-        yield node
+        found.append(node)
         inside = [child for child in node.children() if id(child) not in seen]
         seen.update(map(id, inside))
         remaining += inside
+    return found
 
 
 def _inner_name(module: nn.Module) -> str | None:

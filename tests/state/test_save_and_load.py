@@ -155,6 +155,51 @@ def test_what_an_optimizer_has_is_read_in_place_and_needs_no_memory_twice(tmp_pa
         assert torch.equal(before, value)
 
 
+class _Compared(int):
+    """An index that counts how often it is compared."""
+
+    times = 0
+
+    def __eq__(self, other: object) -> bool:
+        _Compared.times += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def test_an_optimizer_finds_the_parameter_of_a_tensor_without_a_search(tmp_path: Path) -> None:
+    def adam() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(*[nn.Linear(1, 1, bias=False) for _ in range(50)])
+        optimizer = torch.optim.Adam([{"params": model[:20].parameters()}, {"params": model[20:].parameters()}])
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return model, optimizer
+
+    seen: list[Any] = []
+
+    def look(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            assert isinstance(group["params"], list)
+            seen.append(list(group["params"]))
+            _Compared.times = 0
+            assert all(index in group["params"] for index in map(_Compared, group["params"]))
+            assert _Compared(50) not in group["params"]
+            seen.append(_Compared.times / len(group["params"]))
+
+    model, optimizer = adam()
+    with ckpt.StateManager(tmp_path, model=model, optimizer=optimizer) as manager:
+        manager.save_state("a")
+    model, optimizer = adam()
+    optimizer.register_load_state_dict_pre_hook(look)
+    with ckpt.StateManager(tmp_path, model=model, optimizer=optimizer) as manager:
+        manager.load_state("a")
+    (first, compared, second, more) = seen
+    assert (first, second) == ([*range(20)], [*range(20, 50)])
+    assert max(compared, more) < 3  # a search compares with half of them
+    assert [type(group["params"]) for group in optimizer.param_groups] == [list, list]
+
+
 def test_moments_in_float32_of_weights_in_bfloat16_keep_their_digits(round_trip: RoundTrip) -> None:
     model, other = nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4).bfloat16()
     optimizer, resumed = torch.optim.SGD(model.parameters()), torch.optim.SGD(other.parameters())

@@ -90,6 +90,19 @@ def test_a_model_is_walked_once_while_that_is_remembered() -> None:
     assert len(list(unwrap.modules_in(model))) == 3
 
 
+def test_the_names_of_parameters_are_remembered_as_long_as_what_was_walked() -> None:
+    model = Tied()
+    with unwrap.walked_once():
+        names = [parameter_names(model), unwrap.all_names(model)]
+        model.last = nn.Linear(1, 1)
+        assert [parameter_names(model), unwrap.all_names(model)] == names
+        assert parameter_names(Tied()) != names[0]
+    shared = id(model.first.weight)
+    assert names == [{shared: "first.weight"}, [("first.weight", shared), ("last.weight", shared)]]
+    assert len(parameter_names(model)) == 3
+    assert [name for name, _ in unwrap.all_names(model)] == ["first.weight", "last.weight", "last.bias"]
+
+
 def test_gradients_are_found_by_name() -> None:
     model: Any = nn.Sequential(checkpoint_wrapper(nn.Linear(1, 1)), nn.Linear(1, 1))
     assert gradients(model) == {}
