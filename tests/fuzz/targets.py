@@ -329,7 +329,9 @@ BY_NAME: dict[str, Operation] = {name: one for group in TARGETS.values() for nam
 
 
 def import_everything() -> None:
-    """All modules of ckpt but the integrations: processes that are forked later need not import them."""
+    """All modules of ckpt but the integrations, and what `prepare` needs: processes that are forked later need not
+    import them."""
+    importlib.import_module("torch._inductor")  # for `use_deterministic_algorithms`
     for module in pkgutil.walk_packages(ckpt.__path__, "ckpt."):
         if not module.name.startswith(("ckpt.integrations", "ckpt.selftest", "ckpt.state.deepspeed")):
             with contextlib.suppress(ImportError):

@@ -89,7 +89,8 @@ class Watch:
             self._check("open to write" if writes else "open", path, follow=not no_follow)
 
     def _is_above(self, path: str | bytes) -> bool:
-        return any(allowed.startswith(f"{os.path.realpath(os.fsdecode(path))}/") for allowed in self._allowed)
+        folder = f"{os.path.realpath(os.fsdecode(path))}/"
+        return any(allowed.startswith(folder) for allowed in self._allowed)
 
     def _check(self, event: str, path: Any, *, follow: bool) -> None:
         if not isinstance(path, str | bytes | os.PathLike):
