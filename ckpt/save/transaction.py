@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
@@ -158,10 +158,11 @@ def name_straggler(name: str, seconds: list[float], members: Members) -> tuple[i
 
 # Ranks' documents: of few ranks, each is a file; of more, a line of a file with those of many. See decision 0042.
 ALONE = 8  # ranks
-IN_A_FILE = 256  # documents
+IN_A_FILE = 8192  # documents
+_TAKEN_AT_ONCE = 256  # documents
 TOGETHER = 64  # ranks, of which each writes its own shards; of more, those of a host write together
 MAIN_WRITES = 64  # ranks whose documents are sent to the main rank; those of more go to one rank for each file
-_LEFT = "document"
+LEFT = "document"
 
 
 def _packed(document: bytes) -> str:
@@ -171,6 +172,12 @@ def _packed(document: bytes) -> str:
 
 def _unpacked(text: str) -> bytes:
     return zlib.decompress(base64.b64decode(text))
+
+
+def left_documents(channel: Ranks, ranks: range) -> Iterator[bytes]:
+    """Those that these ranks have left for the one that writes them: they are gone from the store then."""
+    for first in range(0, len(ranks), _TAKEN_AT_ONCE):
+        yield from map(_unpacked, channel.take(LEFT, [*ranks[first : first + _TAKEN_AT_ONCE]]))
 
 
 @dataclass(frozen=True)
@@ -429,7 +436,7 @@ class SaveTransaction:
         own, is_joined = self._own_documents, self._is_joined(captured)
         is_left = self._joins and not self._few
         if is_left:  # before this rank answers, so that it is there when the plan is made
-            self.channel.leave(_LEFT, _packed(captured.document if is_joined else b""))
+            self.channel.leave(LEFT, _packed(captured.document if is_joined else b""))
         return {
             "document": None if own or (is_left and is_joined) else captured.document.decode(),
             "line": len(captured.document) + 1 if is_joined else 0,
@@ -536,14 +543,14 @@ class SaveTransaction:
         return [range(first, min(first + IN_A_FILE, size)) for first in range(0, size, IN_A_FILE)]
 
     def _plan_joined(self, proposals: list[dict[str, Any]]) -> dict[str, Any]:
-        """How long the lines of joined documents are, and who writes each file: of its ranks the first that writes
-        files in any case, or else the main rank. Empty if no documents are joined."""
+        """How long the lines of joined documents are, and who writes each file: of its ranks the last that writes files
+        in any case, or else the main rank, which has most to do. Empty if no documents are joined."""
         length = max(proposal["line"] for proposal in proposals)
         if not length:
             return {}
 
         def writer(ranks: range) -> int:
-            return MAIN if self._few else next((rank for rank in ranks if proposals[rank]["paths"]), MAIN)
+            return MAIN if self._few else next((rank for rank in reversed(ranks) if proposals[rank]["paths"]), MAIN)
 
         return {"line": length, "writers": [writer(ranks) for ranks in self._groups]}
 
@@ -553,10 +560,8 @@ class SaveTransaction:
         mine = [ranks for ranks, writer in written if writer == self.root.ranks.rank]
         return [joined_file(ranks, self._documents_of(ranks), plan["line"]) for ranks in mine]
 
-    def _documents_of(self, ranks: range) -> list[bytes]:
-        if self._few:
-            return [self._sent.get(rank, b"") for rank in ranks]
-        return [_unpacked(text) for text in self.channel.take(_LEFT, list(ranks))]
+    def _documents_of(self, ranks: range) -> Iterable[bytes]:
+        return (self._sent.get(rank, b"") for rank in ranks) if self._few else left_documents(self.channel, ranks)
 
     def _write(self, attempt: Attempt, plan: Mapping[str, Any]) -> dict[str, Any]:
         began = time.monotonic()

@@ -10,12 +10,13 @@ never pickled.
 from __future__ import annotations
 
 import base64
+import io
 import json
 import math
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
@@ -509,11 +510,12 @@ def joined_name(ranks: range) -> str:
     return f"ranks-{ranks.start:05d}-{ranks.stop - 1:05d}.jsonl"
 
 
-def joined_file(ranks: range, documents: Sequence[bytes], length: int) -> FilePlan:
+def joined_file(ranks: range, documents: Iterable[bytes], length: int) -> FilePlan:
     """The documents of these ranks in one file. Each is a line of `length` bytes, and a block with a hash of its own,
     so that a rank reads and verifies no more than its own line. One that is a file of its own is empty here."""
-    lines = [document.ljust(length - 1) + b"\n" for document in documents]
-    data = b"".join(lines)
+    lines = io.BytesIO()
+    lines.writelines(document.ljust(length - 1) + b"\n" for document in documents)
+    data = lines.getvalue()
     return FilePlan(
         joined_name(ranks), len(data), lambda: iter((memoryview(data),)), contents=(data,), block_size=length
     )
