@@ -1,9 +1,10 @@
 """What hundreds of real ranks cost, with FSDP 2 and with pipelines: saves, SIGKILL in one, a resume on other ranks.
 
 Real: every rank is a process with a model, collectives of gloo, a manager, and the TCPStore, which has a process of its
-own. S3 is a folder in memory: its requests are counted, and take no time. State is compared byte by byte after the
-resume. Then a job of fewer ranks, in which one rank freezes, once at each phase of a save. Rank 0's counts are compared
-with those of `python -m benchmarks scale`, which simulates all other ranks, for the model of that simulation.
+own. Eight of them are as on one host, and write together. S3 is a folder in memory: its requests are counted, and take
+no time. State is compared byte by byte after the resume. Then a job of fewer ranks, in which one rank freezes, once at
+each phase of a save. Rank 0's counts are compared with those of `python -m benchmarks scale`, which simulates all other
+ranks, for the model of that simulation.
 """
 
 from __future__ import annotations
@@ -125,6 +126,7 @@ def main(arguments: Sequence[str]) -> int:
     options_parser = parser("ranks", __doc__)
     options_parser.add_argument("--ranks", type=int, default=256)
     options_parser.add_argument("--resumed", type=int, default=192, help="on how many ranks the run is resumed")
+    options_parser.add_argument("--per-host", type=int, default=8, help="ranks of a host, which write files together")
     options_parser.add_argument("--kinds", default="fsdp,pipelines", help="of jobs, with commas; may be empty")
     options_parser.add_argument(
         "--frozen", type=int, default=64, help="ranks of the jobs in which one freezes; 0: none"
@@ -136,6 +138,7 @@ def main(arguments: Sequence[str]) -> int:
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "CKPT_LOG": "warning"}
     memory = Path("/dev/shm")
     run, parts, jobs = Run("ranks", options, "torch"), [], []
+    os.environ["LOCAL_WORLD_SIZE"] = str(options.per_host)  # as torchrun says it
     for kind in filter(None, options.kinds.split(",")):
         saved, again, objects = resumed(memory, _KINDS[kind], options.ranks, options.resumed, killed=True)
         subject, after = (f"{_KINDS[kind]}, {count} ranks" for count in (options.ranks, options.resumed))
@@ -146,6 +149,7 @@ def main(arguments: Sequence[str]) -> int:
         print(_body(run.samples, jobs), flush=True)
     if jobs:
         parts.append(_body(run.samples, jobs))
+    os.environ.pop("LOCAL_WORLD_SIZE")  # the simulation knows no hosts
     if options.simulation:
         saved, again, _ = resumed(memory, PLAIN, options.simulation, options.simulation, killed=False)
         real: Figures = [{**saved[0], **again[0]}]

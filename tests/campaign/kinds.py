@@ -13,6 +13,7 @@ from tests.campaign import beside, damage, failing_calls, hub, kills, lost_ranks
 from tests.campaign.calls import Call
 from tests.campaign.children import Child
 from tests.campaign.failing_calls import RESUMES, SAVES, Scenario, Strike
+from tests.campaign.training import HOST
 from tests.campaign.trials import Trial
 
 LONG = 2000  # trials
@@ -58,6 +59,10 @@ KINDS = {
         Kind("kill", "SIGKILL at a random moment, 1 process", 100, _plain(functools.partial(kills.at_random, "one"))),
         Kind("kill-ddp", "SIGKILL at a random moment, DDP", 40, _plain(functools.partial(kills.at_random, "ddp"))),
         Kind("kill-fsdp", "SIGKILL at a random moment, FSDP 2", 40, _plain(functools.partial(kills.at_random, "fsdp"))),
+        Kind(
+            "kill-host", "SIGKILL at a random moment, ranks of a host write together", 30,
+            _plain(functools.partial(kills.at_random, HOST)),
+        ),
         Kind("kill-call", "SIGKILL at a system call of a save", 90, _kill_at_call, shim=True),
         Kind("save-call", "a system call of a save fails", 250, _strike, shim=True),
         Kind("resume-call", "a system call of a resume fails", 150, _strike, shim=True),

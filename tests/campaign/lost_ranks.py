@@ -10,7 +10,7 @@ from ckpt.errors import CkptError
 from tests.campaign.calls import Shim
 from tests.campaign.children import Child, Voice
 from tests.campaign.jobs import STORES, WORLD, Job
-from tests.campaign.training import Training
+from tests.campaign.training import HOST, Training
 from tests.campaign.trials import NAMINGS, Steps, Trial, options, save_every_step
 from tests.campaign.verdicts import STUCK, UNCLEAR, WRONG, Ended, Failure, Found
 
@@ -30,7 +30,7 @@ def _saving(voice: Voice, rank: int, root: str, spread: str, naming: str, wait: 
 def rank_lost(number: int, trial: Trial) -> None:
     """SIGKILL or SIGSTOP to one rank; the other ends with an error that names it, and the job can be started again."""
     choice = trial.random
-    wait, naming, spread = choice.random() < 0.5, choice.choice(NAMINGS), choice.choice(("ddp", "fsdp"))
+    wait, naming, spread = choice.random() < 0.5, choice.choice(NAMINGS), choice.choice(("ddp", "fsdp", HOST))
     lost, store = trial.index % WORLD, STORES[trial.index // WORLD % len(STORES)]
     words = f"{spread}, {'wait' if wait else 'background'}, {naming}"
     trial.scenario = f"{words}: {signal.Signals(number).name} to rank {lost}, store in {store}"
@@ -58,8 +58,8 @@ def _survived(rank: Child, what: str) -> Ended:
 def rank_call(trial: Trial) -> None:
     """A system call of one rank fails during a save: all ranks raise or none, and the next save succeeds."""
     choice = trial.random
-    wait, naming, spread = choice.random() < 0.5, choice.choice(NAMINGS), choice.choice(("ddp", "fsdp", "fsdp"))
-    rank = trial.index % WORLD if spread == "fsdp" else 0
+    wait, naming, spread = choice.random() < 0.5, choice.choice(NAMINGS), choice.choice(("ddp", "fsdp", HOST))
+    rank = 0 if spread == "ddp" else trial.index % WORLD
     number, fault = choice.randint(1, 60 if rank else 280), choice.choice(_FAULTS)
     words = f"{spread}, {'wait' if wait else 'background'}, {naming}"
     trial.scenario = f"{words}: {fault} at call {number} of rank {rank}"

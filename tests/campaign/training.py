@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 from torch import nn
 
 from ckpt import Restored, StateManager
+from ckpt.save import transaction
 from ckpt.storage.local import files
 from tests.helpers.training import Counter
 
+HOST = "fsdp, as if many"  # ranks of a host write together, but for the model, which has frozen weights
 SPREADS = ("one", "ddp", "fsdp")
 _FAR = 1000.0
 
@@ -57,7 +60,10 @@ class Training:
     def _spread(self, spread: str) -> nn.Module:
         if spread == "ddp":
             return nn.parallel.DistributedDataParallel(self.net)
-        if spread == "fsdp":
+        if spread == HOST:
+            transaction.TOGETHER = transaction.ALONE = transaction.MAIN_WRITES = 1
+            os.environ["LOCAL_WORLD_SIZE"] = "2"
+        if spread in ("fsdp", HOST):
             from torch.distributed.fsdp import fully_shard
 
             fully_shard(self.net.first)

@@ -18,7 +18,7 @@ from tests.campaign.crashed_disk import Disk, Record
 _ROOT = Path(__file__).parents[2]
 _SHIM = {"kill-call", "save-call", "resume-call", "rank-call", "power"}
 _OTHERS = {
-    "kill", "kill-ddp", "kill-fsdp", "damage", "damage-all", "memory", "keeper", "mirror", "hub", "rank-killed",
+    "kill", "kill-ddp", "kill-fsdp", "kill-host", "damage", "damage-all", "memory", "keeper", "mirror", "hub", "rank-killed",
     "rank-stopped", "sigterm", "sigint", "fork", "prune", "verify", "pull",
 }  # fmt: skip
 
