@@ -1,12 +1,14 @@
 """Files that ranks of a host write together: the first of them writes, and the others hand it their shards.
 
-Under FSDP, the rows of neighbouring ranks follow each other, and so do those of the ranks of a host. Their file has one
-entry for each tensor, as any safetensors file, and reads as if one rank had held all of it. The bytes go through local
-sockets, in the order of the file: the one that writes holds no more of them than a few megabytes.
+Under FSDP, the rows of neighbouring ranks follow each other, and so do those of the ranks of a host. Under tensor
+parallelism, their columns lie side by side. Their file has one entry for each tensor, as any safetensors file, and
+reads as if one rank had held all of it. The bytes go through local sockets, in the order of the file: the one that
+writes holds no more of them than a few megabytes, and puts columns together row by row.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import struct
@@ -22,8 +24,8 @@ from ckpt.errors import RanksError
 from ckpt.formats.layout import Box
 from ckpt.formats.native import tensor_file
 from ckpt.formats.native.manifest import digest
-from ckpt.formats.native.shard_table import ShardTable, joined_box, shares
-from ckpt.formats.tensors import FilePlan, Shard
+from ckpt.formats.native.shard_table import ShardTable, bands, joined_box, shares
+from ckpt.formats.tensors import FilePlan, Shard, host_bytes, narrowed
 from ckpt.ranks.consensus import FollowingError, Ranks
 from ckpt.ranks.store_and_heartbeats import LivenessWatch
 from ckpt.root.catalog import part_of, spread_file
@@ -62,20 +64,24 @@ def group_of(rank: int, size: int, world_size: int) -> range:
     return range(first, min(first + size, world_size))
 
 
-def offered(captured: CapturedState, ranks: range) -> dict[str, int]:
-    """The parts whose shards these ranks could write as one file, and how many bytes this rank has of each.
+def offered(captured: CapturedState, size: int, world_size: int) -> dict[str, tuple[int, list[int]]]:
+    """The parts whose shards ranks of a host could write as one file: how many bytes this rank has of each, and how
+    many ranks could.
 
     Not those with frozen tensors, whose file is linked by each rank, nor with tensors that share memory.
     """
+    counts = [count for count in range(size, 1, -1) if size % count == 0]
     plans = {file.path: file for file in captured.rank_files}
     found = {}
     for key, part in captured.sharded.items():
         plan = plans.get(spread_file(key, captured.rank))
         alone = sum(part_of(path) == key for path in plans) == (plan is not None)
         expected = _shares_of(part.table, captured.rank)
-        if alone and not part.frozen and expected == _stored(plan) and _follow(part.table, ranks):
-            found[key] = sum(size for _, size in expected)
-    return found
+        if alone and not part.frozen and expected == _stored(plan):
+            groups = {count: group_of(captured.rank, count, world_size) for count in counts}
+            fitting = [count for count, ranks in groups.items() if _are_boxes(part.table, ranks)]
+            found[key] = (sum(size for _, size in expected), fitting)
+    return {key: offer for key, offer in found.items() if offer[1]}
 
 
 def _shares_of(table: ShardTable, rank: int) -> list[tuple[str, int]]:
@@ -100,8 +106,8 @@ def _stored(plan: FilePlan | None) -> list[tuple[str, int]]:
     return [(content[0], content[1].nbytes) for content in contents if isinstance(content, tuple)]
 
 
-def _follow(table: ShardTable, ranks: range) -> bool:
-    """Whether the shards of each tensor follow each other, rank by rank."""
+def _are_boxes(table: ShardTable, ranks: range) -> bool:
+    """Whether the shards that these ranks have of each tensor are one box of it."""
     return all(joined_box(spec, ranks) is not None or not shares(spec, ranks) for spec in table.tensors.values())
 
 
@@ -229,8 +235,8 @@ class Handover:
         def pieces() -> Iterator[memoryview]:
             sources: dict[int, _Source] = {**links, writer: _Own(self.plans.get(key))}
             for name in order:
-                for rank, box in shares(table.tensors[name], self.ranks):
-                    yield from sources[rank].take(_count(box) * itemsize[name])
+                for band in bands(table.tensors[name], self.ranks):
+                    yield from rows_of(boxes[name], band, sources, itemsize[name])
 
         order, plan = tensor_file.plan_streamed_file(spread_file(key, writer), _outlines(table, boxes), pieces)
         if order:
@@ -290,11 +296,28 @@ class Handover:
             yield connected
 
 
-def _count(box: Box) -> int:
-    count = 1
-    for size in box.sizes:
-        count *= size
-    return count
+def rows_of(
+    joined: Box, band: list[tuple[int, Box]], sources: Mapping[int, _Source], itemsize: int
+) -> Iterator[memoryview]:
+    """The bytes of a band of rows, in their order."""
+    if len(band) == 1:  # one rank has all of them
+        rank, box = band[0]
+        yield from sources[rank].take(math.prod(box.sizes) * itemsize)
+        return
+    rows, width = band[0][1].sizes[0], math.prod(joined.sizes[1:]) * itemsize
+    at_once = max(1, _AT_ONCE // width)
+    for start in range(0, rows, at_once):
+        count = min(at_once, rows - start)
+        whole = torch.empty((count, *joined.sizes[1:], itemsize), dtype=torch.uint8)
+        for rank, box in band:
+            part = torch.empty((count, *box.sizes[1:], itemsize), dtype=torch.uint8)
+            view = host_bytes(part)
+            for piece in sources[rank].take(len(view)):
+                view[: len(piece)] = piece
+                view = view[len(piece) :]
+            there = zip(box.offsets[1:], joined.offsets[1:], box.sizes[1:], strict=True)
+            narrowed(whole, [(0, count), *((at - first, size) for at, first, size in there), (0, itemsize)]).copy_(part)
+        yield host_bytes(whole)
 
 
 def _is_mine(connected: socket.socket) -> bool:

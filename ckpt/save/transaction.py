@@ -489,9 +489,8 @@ class SaveTransaction:
         from ckpt.save import handover  # a job of few ranks needs none of it
 
         size = handover.local_size()
-        ranks = handover.group_of(root.ranks.rank, size, root.ranks.world_size)
         where = f"{size}/{handover.near()}" if size > 1 and handover.near() else ""
-        return {"near": where, "parts": handover.offered(captured, ranks)} if where else {}
+        return {"near": where, "parts": handover.offered(captured, size, root.ranks.world_size)} if where else {}
 
     def _plan_together(self, proposals: list[dict[str, Any]]) -> dict[str, Any]:
         """How many ranks write together, and which parts: so many ranks of a host that their files are not too large.
@@ -505,13 +504,13 @@ class SaveTransaction:
         near = [proposal["near"] for proposal in proposals]
         if any(near[rank] != near[rank - rank % size] for rank in range(len(near))):
             return {}
-        keys = [key for key in proposals[MAIN]["parts"] if all(key in proposal["parts"] for proposal in proposals)]
-        most = max((proposal["parts"][key] for proposal in proposals for key in keys), default=0)
-        together = max(
-            one for one in range(1, size + 1) if size % one == 0 and (one == 1 or one * most <= handover.LARGEST)
-        )
-        found = {"together": together, "parts": keys, "token": secrets.token_hex(16)}
-        return found if keys and together > 1 else {}
+        offers = [proposal["parts"] for proposal in proposals]
+        for together in (one for one in range(size, 1, -1) if size % one == 0):
+            keys = [key for key in offers[MAIN] if all(key in offer and together in offer[key][1] for offer in offers)]
+            most = max((offer[key][0] for offer in offers for key in keys), default=0)
+            if keys and together * most <= handover.LARGEST:
+                return {"together": together, "parts": keys, "token": secrets.token_hex(16)}
+        return {}
 
     @contextmanager
     def _together(self, plan: Mapping[str, Any]) -> Iterator[list[FilePlan]]:

@@ -72,17 +72,26 @@ def _shares(spec: ShardSpec, ranks: range) -> tuple[tuple[int, Box], ...]:
 
 @lru_cache(maxsize=100_000)
 def joined_box(spec: ShardSpec, ranks: range) -> Box | None:
-    """What these ranks write of a tensor, if that is one box in which the bytes of each follow those of the one before:
-    its rows. None if it is not, or if they write nothing of it."""
+    """What these ranks write of a tensor, if that is one box, in bands of rows: of one rank, or several side by side.
+    None if it is not, or if they write nothing of it."""
     found = [box for _, box in shares(spec, ranks)]
     if len(found) <= 1:
         return found[0] if found else None
-    if spec.copy == EVERY or any(
-        (box.offsets[1:], box.sizes[1:]) != ((0,) * len(box.sizes[1:]), spec.shape[1:]) for box in found
-    ):
-        return None
-    follow = all(box.offsets[0] + box.sizes[0] == later.offsets[0] for box, later in pairwise(found))
-    return Box(found[0].offsets, (sum(box.sizes[0] for box in found), *spec.shape[1:])) if follow else None
+    starts = [min(box.offsets[dim] for box in found) for dim in range(len(spec.shape))]
+    stops = [max(box.offsets[dim] + box.sizes[dim] for box in found) for dim in range(len(spec.shape))]
+    sizes = [stop - start for start, stop in zip(starts, stops, strict=True)]
+    rows = sorted({(box.offsets[0], box.sizes[0]) for box in found})
+    are_bands = all(start + size <= later for (start, size), (later, _) in pairwise(rows))
+    is_box = spec.copy != EVERY and sum(math.prod(box.sizes) for box in found) == math.prod(sizes)
+    return Box(tuple(starts), tuple(sizes)) if is_box and are_bands else None
+
+
+def bands(spec: ShardSpec, ranks: range) -> list[list[tuple[int, Box]]]:
+    """The shards of a joined box, by rows: those of a band have the same ones."""
+    found: dict[tuple[int, ...], list[tuple[int, Box]]] = {}
+    for rank, box in shares(spec, ranks):
+        found.setdefault(box.offsets[:1], []).append((rank, box))
+    return [found[start] for start in sorted(found)]
 
 
 @dataclass(frozen=True)

@@ -103,17 +103,20 @@ def of(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[str, ...
         (of((8, 2), (2, 4), ("R", "S0"), copy=1), range(4, 8), Box((0, 0), (8, 2))),
         (of((8, 2), (2, 4), ("R", "S0"), copy=1), range(4), None),  # the other copy is written
         (of((8, 2), (2, 4), ("R", "S0")), range(8), Box((0, 0), (8, 2))),
-        (of((8, 4), (4,), ("S1",)), range(2), None),  # columns do not follow each other
+        (of((8, 4), (4,), ("S1",)), range(2), Box((0, 0), (8, 2))),  # columns, side by side
+        (of((8, 5), (2, 2), ("S0", "S1")), range(4), Box((0, 0), (8, 5))),  # bands of rows
+        (of((8, 5), (2, 2), ("S0", "S1")), range(1, 3), None),  # corners that do not meet
+        (of((8, 4), (2, 2), ("S1", "S0")), range(2), Box((0, 0), (8, 2))),
         (of((8, 4), (4,), ("S1",)), range(1), Box((0, 0), (8, 1))),  # of one rank alone, they need not
-        (of((8, 4), (2, 2), ("S0", "S1")), range(2), None),
+        (of((8, 4), (2, 2), ("S0", "S1")), range(2), Box((0, 0), (4, 4))),
         (of((5,), (4,), ("R",), copy=2), range(4), Box((0,), (5,))),
         (of((), (4,), ("R",)), range(4), Box((), ())),
         (of((0, 3), (4,), ("S0",)), range(4), Box((0, 0), (0, 3))),  # an empty tensor is in a file too
         (of((8, 2), (2, 4), ("R", "S0"), copy=EVERY), range(4), None),
-        (ShardSpec(torch.float32, (4, 2), Layout((4,), (3, 2, 1, 0), ("S0",))), range(4), None),  # the other way round
+        (ShardSpec(torch.float32, (4, 2), Layout((4,), (3, 2, 1, 0), ("S0",))), range(4), Box((0, 0), (4, 2))),
     ],
 )
-def test_what_ranks_write_is_one_box_only_if_their_bytes_follow_each_other(
+def test_what_ranks_write_is_one_box_only_if_nothing_lies_between_their_shards(
     spec: ShardSpec, ranks: range, expected: Box | None
 ) -> None:
     assert joined_box(spec, ranks) == expected

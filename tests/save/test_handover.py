@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 import ckpt
 from ckpt.errors import StorageError
+from ckpt.formats.layout import Box, Layout
+from ckpt.formats.native.shard_table import ShardSpec, bands, joined_box, shares
+from ckpt.formats.tensors import host_bytes, narrowed
 from ckpt.root.verify import repair
 from ckpt.save import handover, transaction
 from ckpt.storage import open_storage
@@ -102,11 +107,13 @@ def test_a_checkpoint_has_one_file_for_each_host_and_part_and_loads_on_any_numbe
         ("hsdp", 2, ["model/00000.safetensors", "optimizer/00000.safetensors"]),
         ("hsdp", 4, ["model/00000.safetensors", "optimizer/00000.safetensors"]),
         ("fsdp1", 2, [*two("model"), *two("optimizer")]),
-        ("tp", 2, [f"{key}/0000{rank}.safetensors" for key in ("model", "optimizer") for rank in range(4)]),
+        ("tp", 2, [*two("model"), *two("optimizer")]),
+        ("tp", 4, ["model/00000.safetensors", "optimizer/00000.safetensors"]),
         ("fsdp2-tp", 2, [f"{key}/0000{rank}.safetensors" for key in ("model", "optimizer") for rank in range(4)]),
+        ("fsdp2-tp", 4, ["model/00000.safetensors", "optimizer/00000.safetensors"]),
     ],
 )
-def test_what_does_not_follow_each_other_is_in_files_of_each_rank(
+def test_shards_that_are_one_box_of_each_tensor_are_in_one_file_and_others_in_files_of_each_rank(
     tmp_path: Path, how: str, hosts_of: int, files: list[str]
 ) -> None:
     root = str(tmp_path / "run")
@@ -114,6 +121,52 @@ def test_what_does_not_follow_each_other_is_in_files_of_each_rank(
     assert tensor_files(root, "saved") == files
     assert ckpt.verify(root) == {"saved": [], "later": []}
     run_ranks(2, _load, root, str(tmp_path), "fsdp2")
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh", "placements", "copy"),
+    [
+        ((7, 9), (4,), ("S1",), 0),
+        ((7, 9), (2, 2), ("S0", "S1"), 0),
+        ((7, 9), (2, 2), ("S1", "S0"), 0),
+        ((5, 4, 6), (2, 2), ("S2", "S1"), 0),
+        ((5, 4, 6), (2, 2), ("S0/2", "S0"), 0),
+        ((6, 9), (2, 2), ("R", "S1"), 1),
+        ((9,), (4,), ("S0",), 0),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 2, 100])  # that are put together at once
+def test_the_bytes_of_a_joined_box_are_those_of_the_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, ...],
+    mesh: tuple[int, ...],
+    placements: Any,
+    copy: int,
+    rows: int,
+) -> None:
+    whole = torch.arange(math.prod(shape), dtype=torch.int16).reshape(shape)
+    spec, ranks = ShardSpec(whole.dtype, shape, Layout(mesh, (0, 1, 2, 3), placements), copy), range(4)
+    monkeypatch.setattr(handover, "_AT_ONCE", rows * 2 * math.prod(shape[1:]))
+    sources = {rank: Bytes(narrowed(whole, box.ranges).contiguous()) for rank, box in shares(spec, ranks)}
+    joined = joined_box(spec, ranks)
+    assert joined == Box((0,) * len(shape), shape)
+    found = b"".join(
+        bytes(piece) for band in bands(spec, ranks) for piece in handover.rows_of(joined, band, sources, 2)
+    )
+    assert found == bytes(host_bytes(whole))
+
+
+class Bytes:
+    """The shards of a rank, in pieces of three bytes."""
+
+    def __init__(self, shard: torch.Tensor) -> None:
+        self.rest = host_bytes(shard)
+
+    def take(self, size: int) -> Iterator[memoryview]:
+        while size:
+            view, self.rest = self.rest[: min(size, 3)], self.rest[min(size, 3) :]
+            size -= len(view)
+            yield view
 
 
 def _read_with_torch(rank: int, root: str, notes: str) -> None:
