@@ -119,7 +119,10 @@ class AccelerateCheckpoint:
         folder = self.folder.below(f"{name}/")
         contents = dcp.contents_of(folder).of_part(kind)
         folder.check(contents.needed_files())
-        return contents.tree(folder.opened, folder.where).get(kind, {})
+        tree = contents.tree(folder.opened, folder.where)
+        if not isinstance(tree, dict):
+            raise DamagedError(f"{folder.where} holds a list of values, not the state of the {kind}.")
+        return tree.get(kind, {})
 
     def _values(self, path: str) -> Any:
         return read_file(self.folder, path)

@@ -30,6 +30,7 @@ def main() -> int:
     options = _options()
     os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     os.environ["CKPT_MEMORY_KEEPER"] = "off"
+    sys.dont_write_bytecode = True  # of a module that an input is the first to need: it would pass for a finding
     scratch = options.scratch or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
     with tempfile.TemporaryDirectory(prefix="fuzz-", dir=scratch, ignore_cleanup_errors=True) as folder:
         from tests.fuzz.fuzzer import Fuzzer, replay

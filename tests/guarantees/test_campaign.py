@@ -18,8 +18,8 @@ from tests.campaign.crashed_disk import Disk, Record
 _ROOT = Path(__file__).parents[2]
 _SHIM = {"kill-call", "save-call", "resume-call", "rank-call", "power"}
 _OTHERS = {
-    "kill", "kill-ddp", "kill-fsdp", "kill-host", "damage", "damage-all", "memory", "keeper", "mirror", "hub", "rank-killed",
-    "rank-stopped", "sigterm", "sigint", "fork", "prune", "verify", "pull",
+    "kill", "kill-ddp", "kill-fsdp", "kill-host", "damage", "damage-all", "memory", "keeper", "mirror", "hub",
+    "rank-killed", "rank-stopped", "sigterm", "sigint", "fork", "prune", "verify", "pull",
 }  # fmt: skip
 
 needs_compiler = pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="there is no C compiler")
