@@ -25,6 +25,7 @@ from ckpt.ranks.find import OWN_ROOTS, meeting_name
 from ckpt.ranks.store_and_heartbeats import format_ranks, ranks_by_value
 from ckpt.ranks.store_group import built_here
 from ckpt.storage import Storage
+from ckpt.util.threads import ranks_per_host
 
 _log = logging.getLogger("ckpt")
 _CALL = "StateManager(...)"
@@ -103,7 +104,7 @@ def _several_hosts() -> bool:
 def count_hosts() -> int:
     """The machines of the job, as its launcher says; 1 if it does not."""
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    return -(-world_size // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
+    return -(-world_size // (ranks_per_host() or world_size))
 
 
 class _OpenedRoot(TypedDict):

@@ -52,12 +52,6 @@ def near() -> str:
         return ""
 
 
-def local_size() -> int:
-    """How many ranks the launcher has started on each host, with consecutive numbers; 1 if it does not say."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return int(text) if text.isdecimal() else 1
-
-
 def group_of(rank: int, size: int, world_size: int) -> range:
     """The ranks that write together with this one."""
     first = rank - rank % size

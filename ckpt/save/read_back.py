@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import errno
 import logging
-import os
 import threading
 import time
 import weakref
@@ -29,7 +28,7 @@ from ckpt.storage.base import PageCached
 from ckpt.util.console import format_size
 from ckpt.util.filesystem import count_names, is_on_network
 from ckpt.util.memory_limit import spare
-from ckpt.util.threads import OwnerProcess, normal_io_priority, work_in_background
+from ckpt.util.threads import OwnerProcess, normal_io_priority, ranks_per_host, work_in_background
 
 _log = logging.getLogger("ckpt")
 
@@ -166,7 +165,7 @@ class _Reading:
     def _is_memory_plentiful(self) -> bool:
         """Whether what the ranks of this host have written fits into the memory that can be spared."""
         manifest = self._manifest or find(self._storage, self._files.checkpoint).manifest
-        size = self._files.size * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        size = self._files.size * (ranks_per_host() or 1)
         size, room = min(size, manifest.size if manifest is not None else size), spare()
         if size > room:
             sizes = format_size(size), format_size(room)

@@ -39,7 +39,7 @@ from ckpt.storage.local.storage import LocalStorage
 from ckpt.util.checked_json import joined
 from ckpt.util.console import format_size, progress_bar
 from ckpt.util.filesystem import filesystem_type
-from ckpt.util.threads import gc_paused
+from ckpt.util.threads import gc_paused, ranks_per_host
 
 _log = logging.getLogger("ckpt")
 
@@ -488,7 +488,7 @@ class SaveTransaction:
             return {}
         from ckpt.save import handover  # a job of few ranks needs none of it
 
-        size = handover.local_size()
+        size = ranks_per_host() or 1  # with consecutive numbers, or they are not near each other
         where = f"{size}/{handover.near()}" if size > 1 and handover.near() else ""
         return {"near": where, "parts": handover.offered(captured, size, root.ranks.world_size)} if where else {}
 
@@ -500,7 +500,7 @@ class SaveTransaction:
             return {}
         from ckpt.save import handover
 
-        size = handover.local_size()
+        size = ranks_per_host() or 1
         near = [proposal["near"] for proposal in proposals]
         if any(near[rank] != near[rank - rank % size] for rank in range(len(near))):
             return {}

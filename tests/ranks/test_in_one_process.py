@@ -516,6 +516,9 @@ def test_roots_may_be_separate_where_the_user_or_the_launcher_says_so(
         assert not may_have_separate_roots(local, shared=True)
         assert not may_have_separate_roots(remote, shared=None)
         assert not may_have_separate_roots(remote, shared=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x2)")
+    assert may_have_separate_roots(local, shared=None)
 
 
 @pytest.mark.parametrize("roots", ["aaa", "aab", "abb", "aba"])
