@@ -14,7 +14,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,7 +27,7 @@ from ckpt.formats.native.manifest import digest
 from ckpt.formats.native.shard_table import ShardTable, bands, joined_box, shares
 from ckpt.formats.tensors import FilePlan, Shard, host_bytes, narrowed
 from ckpt.ranks.consensus import FollowingError, Ranks
-from ckpt.ranks.store_and_heartbeats import LivenessWatch
+from ckpt.ranks.store_and_heartbeats import LivenessWatch, format_ranks
 from ckpt.root.catalog import part_of, spread_file
 from ckpt.save.capture import CapturedState
 
@@ -164,7 +164,7 @@ class _Link:
             try:
                 got = self.connected.recv_into(view)
             except TimeoutError:
-                self._require_alive()
+                _require_alive(self.channel, [self.rank], self._watch, self.call)
                 continue
             except OSError:
                 got = 0
@@ -177,18 +177,21 @@ class _Link:
             try:
                 view = view[self.connected.send(view) :]
             except TimeoutError:
-                self._require_alive()
+                _require_alive(self.channel, [self.rank], self._watch, self.call)
             except OSError as error:
                 raise FollowingError(
                     f"{self.call}: rank {self.rank}, which writes the shards of this host, stopped reading them."
                 ) from error
 
-    def _require_alive(self) -> None:
-        if self._watch.is_due() and self.channel.silent([self.rank], self._watch):
-            raise RanksError(
-                f"{self.call}: rank {self.rank} of the same host has not answered for {self.channel.timeout:g} s while "
-                "ranks handed over their shards. Nothing was committed; earlier checkpoints are kept."
-            )
+
+def _require_alive(channel: Ranks, ranks: list[int], watch: LivenessWatch, call: str) -> None:
+    """Raise for ranks that send no heartbeats any more. For a call in a loop: most do nothing."""
+    if watch.is_due() and (silent := channel.silent(ranks, watch)):
+        raise RanksError(
+            f"{call}: {format_ranks(silent)} of the same host {'have' if len(silent) > 1 else 'has'} not answered for "
+            f"{channel.timeout:g} s while ranks handed over their shards. Nothing was committed; earlier checkpoints "
+            "are kept."
+        )
 
 
 @dataclass(frozen=True)
@@ -252,7 +255,7 @@ class Handover:
     def _accepted(self, senders: list[int], stack: ExitStack) -> dict[int, _Link]:
         """A connection to each of these ranks."""
         links: dict[int, _Link] = {}
-        deadline = time.monotonic() + _TO_MEET
+        deadline, watch = time.monotonic() + _TO_MEET, LivenessWatch(self.channel.timeout)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
             server.bind(self._address)
             server.listen(len(self.ranks))
@@ -260,30 +263,36 @@ class Handover:
             while missing := [rank for rank in senders if rank not in links]:
                 if time.monotonic() > deadline:
                     raise FollowingError(f"{self.call}: rank {missing[0]} did not hand over its shards.")
-                with suppress(TimeoutError):
+                try:
                     connected = stack.enter_context(server.accept()[0])
-                    if _is_mine(connected):
-                        link = _Link(self.channel, missing[0], connected, self.call)
-                        said = memoryview(bytearray(_RANK.size))
-                        link.receive(said)
-                        (link.rank,) = _RANK.unpack(said)
-                        links[link.rank] = link
+                except TimeoutError:
+                    _require_alive(self.channel, missing, watch, self.call)
+                    continue
+                if _is_mine(connected):
+                    link = _Link(self.channel, missing[0], connected, self.call)
+                    said = memoryview(bytearray(_RANK.size))
+                    link.receive(said)
+                    (link.rank,) = _RANK.unpack(said)
+                    links[link.rank] = link
         return links
 
     @contextmanager
     def _connected(self, writer: int) -> Iterator[socket.socket]:
-        deadline = time.monotonic() + _TO_MEET
+        began, watch = time.monotonic(), LivenessWatch(self.channel.timeout)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connected:
             while True:
                 try:
                     connected.connect(self._address)
                     break
                 except OSError as error:  # it is not there yet
-                    if time.monotonic() > deadline:
+                    waited = time.monotonic() - began
+                    if waited > _TO_MEET:
                         raise FollowingError(
                             f"{self.call}: rank {writer} did not ask for the shards of rank "
                             f"{self.channel.rank} ({error.strerror or error})."
                         ) from error
+                    if waited > _POLL:
+                        _require_alive(self.channel, [writer], watch, self.call)
                     time.sleep(_PAUSE)
             if not _is_mine(connected):
                 raise RanksError(f"{self.call}: another user's program answered in place of rank {writer}.")

@@ -334,31 +334,35 @@ def test_a_rank_that_dies_in_the_middle_is_named_and_its_files_are_swept(tmp_pat
     assert not Path(root, "b").exists()
 
 
-def _freeze(rank: int, root: str, victim: int) -> None:
+def _freeze(rank: int, root: str, victim: int, where: str) -> None:
     as_if_many()
+    handover._TO_MEET = 3600.0  # it is not by this deadline that the others are told
     model, optimizer = trained("fsdp2")
     with ckpt.StateManager(root, model=model, optimizer=optimizer, ranks=ckpt.RankOptions(timeout=3.0)) as manager:
         manager.resume()
         if rank == victim:
             Path(f"{root}-frozen").write_text(str(os.getpid()))
-            method = "send" if victim % 2 else "receive"
-            original = getattr(handover._Link, method)
+            kind: Any = handover.Handover if where == "before they meet" else handover._Link
+            methods = ("_send", "_accepted") if where == "before they meet" else ("send", "receive")
+            method = methods[0 if victim % 2 else 1]
+            original = getattr(kind, method)
 
-            def frozen(self: Any, view: memoryview) -> None:
+            def frozen(self: Any, *arguments: Any) -> Any:
                 os.kill(os.getpid(), signal.SIGSTOP)
-                original(self, view)
+                return original(self, *arguments)
 
-            setattr(handover._Link, method, frozen)
+            setattr(kind, method, frozen)
             manager.save_state("b", wait=True)
         with pytest.raises(ckpt.RanksError, match=f"rank {victim} (did not answer|of the same host has not answered)"):
             manager.save_state("b", wait=True)
         _leave(rank, root, victim)
 
 
+@pytest.mark.parametrize("where", ["before they meet", "in the middle"])
 @pytest.mark.parametrize("victim", [1, 2, 3])
-def test_a_rank_that_freezes_in_the_middle_is_named(tmp_path: Path, victim: int) -> None:
+def test_a_rank_that_freezes_is_named(tmp_path: Path, victim: int, where: str) -> None:
     root = str(tmp_path / "run")
-    codes = run_ranks(RANKS, _freeze, root, victim, dies=True)
+    codes = run_ranks(RANKS, _freeze, root, victim, where, dies=True)
     assert codes == [-9 if rank == victim else 0 for rank in range(RANKS)]
     assert list(ckpt.list_checkpoints(root)) == []
 
