@@ -142,7 +142,7 @@ class _Link:
     """A connection to another rank of this host, which is waited for as long as it sends heartbeats."""
 
     channel: Ranks
-    rank: int
+    ranks: list[int]  # the one at the other end; until it has said which, all that it may be
     connected: socket.socket
     call: str
 
@@ -164,12 +164,14 @@ class _Link:
             try:
                 got = self.connected.recv_into(view)
             except TimeoutError:
-                _require_alive(self.channel, [self.rank], self._watch, self.call)
+                _require_alive(self.channel, self.ranks, self._watch, self.call)
                 continue
             except OSError:
                 got = 0
             if not got:
-                raise FollowingError(f"{self.call}: rank {self.rank} stopped in the middle of handing over its shards.")
+                raise FollowingError(
+                    f"{self.call}: rank {self.ranks[0]} stopped in the middle of handing over its shards."
+                )
             view = view[got:]
 
     def send(self, view: memoryview) -> None:
@@ -177,10 +179,10 @@ class _Link:
             try:
                 view = view[self.connected.send(view) :]
             except TimeoutError:
-                _require_alive(self.channel, [self.rank], self._watch, self.call)
+                _require_alive(self.channel, self.ranks, self._watch, self.call)
             except OSError as error:
                 raise FollowingError(
-                    f"{self.call}: rank {self.rank}, which writes the shards of this host, stopped reading them."
+                    f"{self.call}: rank {self.ranks[0]}, which writes the shards of this host, stopped reading them."
                 ) from error
 
 
@@ -241,7 +243,7 @@ class Handover:
 
     def _send(self, writer: int) -> None:
         with self._connected(writer) as connected:
-            link = _Link(self.channel, writer, connected, self.call)
+            link = _Link(self.channel, [writer], connected, self.call)
             link.send(memoryview(_RANK.pack(self.channel.rank)))
             for key in self.tables:
                 for piece in shard_bytes(self.plans.get(key)):
@@ -269,11 +271,11 @@ class Handover:
                     _require_alive(self.channel, missing, watch, self.call)
                     continue
                 if _is_mine(connected):
-                    link = _Link(self.channel, missing[0], connected, self.call)
+                    link = _Link(self.channel, missing, connected, self.call)
                     said = memoryview(bytearray(_RANK.size))
                     link.receive(said)
-                    (link.rank,) = _RANK.unpack(said)
-                    links[link.rank] = link
+                    link.ranks = [*_RANK.unpack(said)]
+                    links[link.ranks[0]] = link
         return links
 
     @contextmanager

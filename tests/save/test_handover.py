@@ -334,8 +334,8 @@ def test_a_rank_that_dies_in_the_middle_is_named_and_its_files_are_swept(tmp_pat
     assert not Path(root, "b").exists()
 
 
-def _freeze(rank: int, root: str, victim: int, where: str) -> None:
-    as_if_many()
+def _freeze(rank: int, root: str, victim: int, where: str, hosts_of: int = 2) -> None:
+    as_if_many(hosts_of)
     handover._TO_MEET = 3600.0  # it is not by this deadline that the others are told
     model, optimizer = trained("fsdp2")
     with ckpt.StateManager(root, model=model, optimizer=optimizer, ranks=ckpt.RankOptions(timeout=3.0)) as manager:
@@ -364,6 +364,13 @@ def test_a_rank_that_freezes_is_named(tmp_path: Path, victim: int, where: str) -
     root = str(tmp_path / "run")
     codes = run_ranks(RANKS, _freeze, root, victim, where, dies=True)
     assert codes == [-9 if rank == victim else 0 for rank in range(RANKS)]
+    assert list(ckpt.list_checkpoints(root)) == []
+
+
+def test_a_rank_that_freezes_before_it_says_which_one_it_is_is_named(tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    codes = run_ranks(RANKS, _freeze, root, 3, "in the middle", 4, dies=True)
+    assert codes == [0, 0, 0, -9]
     assert list(ckpt.list_checkpoints(root)) == []
 
 
