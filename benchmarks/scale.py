@@ -42,7 +42,7 @@ from ckpt.formats.native.documents import joined_file, joined_name
 from ckpt.ranks.store_and_heartbeats import TimedStore
 from ckpt.ranks.store_group import BuiltManagers, StoreGroup
 from ckpt.root.write_link_commit import hashed
-from ckpt.save.transaction import IN_A_FILE, LEFT, MAIN_WRITES, left_documents
+from ckpt.save.transaction import ALONE, IN_A_FILE, LEFT, left_documents
 from ckpt.storage.object_storage import ObjectStorage
 
 SIZES = (16, 256, 4096, 16_384)
@@ -131,7 +131,7 @@ class OtherRanks:
             value = said.get("value")
             beside: dict[int, list[Any]] = {}
             if isinstance(value, dict) and "files" in value:
-                beside = self._documents(value["files"]) if self.ranks > MAIN_WRITES else {}
+                beside = self._documents(value["files"]) if self.ranks > ALONE else {}
                 value["files"] = [entry for entry in value["files"] if "00000." in entry["file"]["name"]]
                 for entry in value["files"]:
                     self._copy_file(entry["file"]["path"])
@@ -250,7 +250,7 @@ def body(samples: Samples, sizes: Sequence[int]) -> str:
 
 def _body_of_writers(samples: Samples, sizes: Sequence[int]) -> str:
     rows = []
-    for ranks in [ranks for ranks in sizes if ranks > MAIN_WRITES]:
+    for ranks in [ranks for ranks in sizes if ranks > ALONE]:
         found = {key: samples.best(f"{ranks} ranks", f"{AGAIN}, {key}") or 0.0 for key in _WRITER}
         seconds, memory = in_seconds(found[_WRITER[0]]), f"{found[_WRITER[1]] / 1e6:.0f} MB"
         rows.append([f"{ranks:,}", f"{-(-ranks // IN_A_FILE)}", seconds, memory])

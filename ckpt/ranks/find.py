@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -15,12 +16,13 @@ from ckpt.ranks.consensus import Ranks, SingleProcess
 from ckpt.ranks.store_and_heartbeats import TimedStore
 from ckpt.ranks.store_group import StoreGroup, built_here
 
-_SIZES = {  # how many processes were started together, and by what
-    "WORLD_SIZE": "torchrun, or a launcher like it",
-    "SLURM_STEP_NUM_TASKS": "srun",  # not SLURM_NTASKS, which a batch script has too that starts one process
-    "OMPI_COMM_WORLD_SIZE": "mpirun",
-    "PMI_SIZE": "mpiexec",
-}
+_LAUNCHERS = [  # the variables that say how many processes were started together, and how many of them on each host
+    ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "torchrun, or a launcher like it"),
+    # not SLURM_NTASKS, which a batch script has too that starts one process
+    ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "srun"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "mpirun"),
+    ("PMI_SIZE", "MPI_LOCALNRANKS", "mpiexec"),
+]
 
 
 class Launched(NamedTuple):
@@ -33,10 +35,23 @@ class Launched(NamedTuple):
 
 def started_together() -> Launched | None:
     """The job that this process is one of several of; None where nothing says that there are others."""
-    for variable, launcher in _SIZES.items():
+    for variable, _, launcher in _LAUNCHERS:
         text = os.environ.get(variable, "")
         if text.isdecimal() and int(text) > 1:
             return Launched(int(text), variable, launcher)
+    return None
+
+
+def ranks_per_host() -> int | None:
+    """How many ranks there are on each host.
+
+    None if no launcher says it, if hosts have different numbers, or if the ranks are not the processes that it started:
+    one process per host may have started the ranks there."""
+    ranks = f"{dist.get_world_size()}" if dist.is_available() and dist.is_initialized() else None
+    for variable, per_host, _ in _LAUNCHERS:
+        found = re.fullmatch(r"([1-9]\d{0,8})(\(x\d+\))?", os.environ.get(per_host, ""))  # "8(x4)": on each of 4 hosts
+        if found and (ranks is None or os.environ.get(variable, ranks) == ranks):
+            return int(found[1])
     return None
 
 

@@ -21,11 +21,10 @@ import torch.distributed as dist
 from ckpt.errors import AbsentError, RanksError
 from ckpt.formats.native.manifest import Host
 from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together, run_on_all_ranks
-from ckpt.ranks.find import OWN_ROOTS, meeting_name
+from ckpt.ranks.find import OWN_ROOTS, meeting_name, ranks_per_host
 from ckpt.ranks.store_and_heartbeats import format_ranks, ranks_by_value
 from ckpt.ranks.store_group import built_here
 from ckpt.storage import Storage
-from ckpt.util.threads import ranks_per_host
 
 _log = logging.getLogger("ckpt")
 _CALL = "StateManager(...)"

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -27,6 +28,7 @@ from ckpt.formats.native.manifest import digest
 from ckpt.formats.native.shard_table import ShardTable, bands, joined_box, shares
 from ckpt.formats.tensors import FilePlan, Shard, host_bytes, narrowed
 from ckpt.ranks.consensus import FollowingError, Ranks
+from ckpt.ranks.find import ranks_per_host
 from ckpt.ranks.store_and_heartbeats import LivenessWatch, format_ranks
 from ckpt.root.catalog import part_of, spread_file
 from ckpt.save.capture import CapturedState
@@ -41,7 +43,32 @@ _PAUSE = 0.005
 _RANK = struct.Struct("<i")
 
 
-def near() -> str:
+def offer(captured: CapturedState, world_size: int) -> dict[str, Any]:
+    """What this rank could write together with others of its host, and who these are. Empty if there are none."""
+    size = ranks_per_host() or 1  # with consecutive numbers, or they are not near each other
+    if size == 1 or not (where := _near()):
+        return {}
+    return {"near": f"{size}/{where}", "parts": _offered(captured, size, world_size)}
+
+
+def plan_together(offers: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many ranks write together, and which parts: so many ranks of a host that their files are not too large.
+
+    Empty if the ranks of some host cannot."""
+    size = ranks_per_host() or 1
+    near = [offer["near"] for offer in offers]
+    if any(near[rank] != near[rank - rank % size] for rank in range(len(near))):
+        return {}
+    parts = [offer["parts"] for offer in offers]
+    for together in (one for one in range(size, 1, -1) if size % one == 0):
+        keys = [key for key in parts[0] if all(key in each and together in each[key][1] for each in parts)]
+        most = max((each[key][0] for each in parts for key in keys), default=0)
+        if keys and together * most <= LARGEST:
+            return {"together": together, "parts": keys, "token": secrets.token_hex(16)}
+    return {}
+
+
+def _near() -> str:
     """The same for processes that reach each other by local sockets: of one user, host and network namespace. Empty if
     that is not known."""
     try:
@@ -58,7 +85,7 @@ def group_of(rank: int, size: int, world_size: int) -> range:
     return range(first, min(first + size, world_size))
 
 
-def offered(captured: CapturedState, size: int, world_size: int) -> dict[str, tuple[int, list[int]]]:
+def _offered(captured: CapturedState, size: int, world_size: int) -> dict[str, tuple[int, list[int]]]:
     """The parts whose shards ranks of a host could write as one file: how many bytes this rank has of each, and how
     many ranks could.
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from ckpt.errors import AbsentError, CkptError, DamagedError, NotDurableError, StorageError, shows_damage
 from ckpt.formats.native.manifest import BLOCK_SIZE, FILE_NAME, BlockHasher, FileRecord, Manifest
 from ckpt.formats.tensors import FilePlan
+from ckpt.ranks.find import ranks_per_host
 from ckpt.root.catalog import find, scan
 from ckpt.root.verify import WINDOW, VerifiedFile, lock_patiently
 from ckpt.root.write_link_commit import EarlierFile
@@ -28,7 +29,7 @@ from ckpt.storage.base import PageCached
 from ckpt.util.console import format_size
 from ckpt.util.filesystem import count_names, is_on_network
 from ckpt.util.memory_limit import spare
-from ckpt.util.threads import OwnerProcess, normal_io_priority, ranks_per_host, work_in_background
+from ckpt.util.threads import OwnerProcess, normal_io_priority, work_in_background
 
 _log = logging.getLogger("ckpt")
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import base64
 import logging
 import os
-import secrets
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
@@ -39,7 +38,7 @@ from ckpt.storage.local.storage import LocalStorage
 from ckpt.util.checked_json import joined
 from ckpt.util.console import format_size, progress_bar
 from ckpt.util.filesystem import filesystem_type
-from ckpt.util.threads import gc_paused, ranks_per_host
+from ckpt.util.threads import gc_paused
 
 _log = logging.getLogger("ckpt")
 
@@ -161,7 +160,6 @@ ALONE = 8  # ranks
 IN_A_FILE = 8192  # documents
 _TAKEN_AT_ONCE = 256  # documents
 TOGETHER = 64  # ranks, of which each writes its own shards; of more, those of a host write together
-MAIN_WRITES = 64  # ranks whose documents are sent to the main rank; those of more go to one rank for each file
 LEFT = "document"
 
 
@@ -216,7 +214,6 @@ class SaveTransaction:
     number: int = 0  # in the sequence of all that the run captures, for its root and for memory
     _live: Result[LiveState] = field(default_factory=Result)
     _description: RankDescription | None = None
-    _sent: Mapping[int, bytes] = field(default_factory=dict)  # documents that go into joined files, on the main rank
 
     @property
     def detached(self) -> bool:
@@ -332,13 +329,8 @@ class SaveTransaction:
         """This rank's document, if it writes it itself: one of many that is no line does, if it writes files anyway."""
         captured = self.captured.get()
         writes = captured.rank_files or captured.diverged_files  # those are all that most ranks of a pipeline write
-        alone = writes and not self._few and not self._is_joined(captured)
+        alone = writes and self._joins and not self._is_joined(captured)
         return [FilePlan.of(rank_document(captured.rank), captured.document)] if alone else []
-
-    @property
-    def _few(self) -> bool:
-        """Whether the main rank is sent all documents."""
-        return self.root.ranks.world_size <= MAIN_WRITES or self.root.hosts.separate_roots
 
     @property
     def _joins(self) -> bool:
@@ -434,11 +426,10 @@ class SaveTransaction:
         """What the main rank must know of this rank to plan the save."""
         several = compare and self.root.ranks.world_size > 1
         own, is_joined = self._own_documents, self._is_joined(captured)
-        is_left = self._joins and not self._few
-        if is_left:  # before this rank answers, so that it is there when the plan is made
+        if self._joins:  # before this rank answers, so that it is there when the plan is made
             self.channel.leave(LEFT, _packed(captured.document if is_joined else b""))
         return {
-            "document": None if own or (is_left and is_joined) else captured.document.decode(),
+            "document": None if own or is_joined else captured.document.decode(),
             "line": len(captured.document) + 1 if is_joined else 0,
             "paths": [file.path for file in (*own, *captured.rank_files, *captured.diverged_files)],
             "outline": self._described(captured).outline if several else {},
@@ -461,9 +452,10 @@ class SaveTransaction:
         captured = self.captured.get()
         texts = {rank: proposal["document"] for rank, proposal in enumerate(proposals)}
         sent = {rank: text.encode() for rank, text in texts.items() if text is not None}
-        self._sent = {rank: text for rank, text in sent.items() if proposals[rank]["line"]}
-        own = [FilePlan.of(rank_document(rank), text) for rank, text in sent.items() if rank not in self._sent]
-        self.documents = [captured.values_file, *own]
+        self.documents = [
+            captured.values_file,
+            *(FilePlan.of(rank_document(rank), text) for rank, text in sent.items()),
+        ]
         shared = [file.path for file in [*captured.common_files, *self.documents]]
         joined = self._plan_joined(proposals)
         shared += [joined_name(ranks) for ranks in self._groups] if joined else []
@@ -486,31 +478,16 @@ class SaveTransaction:
         is_apart = root.hosts.separate_roots or root.ranks.members is not None
         if root.ranks.world_size <= TOGETHER or is_apart or isinstance(root.storage, Staging | Reserving):
             return {}
-        from ckpt.save import handover  # a job of few ranks needs none of it
+        from ckpt.save.handover import offer  # a job of few ranks needs none of it
 
-        size = ranks_per_host() or 1  # with consecutive numbers, or they are not near each other
-        where = f"{size}/{handover.near()}" if size > 1 and handover.near() else ""
-        return {"near": where, "parts": handover.offered(captured, size, root.ranks.world_size)} if where else {}
+        return offer(captured, root.ranks.world_size)
 
     def _plan_together(self, proposals: list[dict[str, Any]]) -> dict[str, Any]:
-        """How many ranks write together, and which parts: so many ranks of a host that their files are not too large.
-
-        Empty if the ranks of some host cannot."""
         if not self.root.hands_over or not all("near" in proposal for proposal in proposals):
             return {}
-        from ckpt.save import handover
+        from ckpt.save.handover import plan_together
 
-        size = ranks_per_host() or 1
-        near = [proposal["near"] for proposal in proposals]
-        if any(near[rank] != near[rank - rank % size] for rank in range(len(near))):
-            return {}
-        offers = [proposal["parts"] for proposal in proposals]
-        for together in (one for one in range(size, 1, -1) if size % one == 0):
-            keys = [key for key in offers[MAIN] if all(key in offer and together in offer[key][1] for offer in offers)]
-            most = max((offer[key][0] for offer in offers for key in keys), default=0)
-            if keys and together * most <= handover.LARGEST:
-                return {"together": together, "parts": keys, "token": secrets.token_hex(16)}
-        return {}
+        return plan_together(proposals)
 
     @contextmanager
     def _together(self, plan: Mapping[str, Any]) -> Iterator[list[FilePlan]]:
@@ -549,7 +526,7 @@ class SaveTransaction:
             return {}
 
         def writer(ranks: range) -> int:
-            return MAIN if self._few else next((rank for rank in reversed(ranks) if proposals[rank]["paths"]), MAIN)
+            return next((rank for rank in reversed(ranks) if proposals[rank]["paths"]), MAIN)
 
         return {"line": length, "writers": [writer(ranks) for ranks in self._groups]}
 
@@ -557,10 +534,7 @@ class SaveTransaction:
         """The files of documents that this rank writes for others."""
         written = zip(self._groups, plan.get("writers", ()), strict=False)  # none, if no documents are joined
         mine = [ranks for ranks, writer in written if writer == self.root.ranks.rank]
-        return [joined_file(ranks, self._documents_of(ranks), plan["line"]) for ranks in mine]
-
-    def _documents_of(self, ranks: range) -> Iterable[bytes]:
-        return (self._sent.get(rank, b"") for rank in ranks) if self._few else left_documents(self.channel, ranks)
+        return [joined_file(ranks, left_documents(self.channel, ranks), plan["line"]) for ranks in mine]
 
     def _write(self, attempt: Attempt, plan: Mapping[str, Any]) -> dict[str, Any]:
         began = time.monotonic()

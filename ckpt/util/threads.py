@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import os
 import platform
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -116,23 +115,14 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_TORCHRUN = "LOCAL_WORLD_SIZE"
-_PER_HOST = (_TORCHRUN, "SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-
-
-def ranks_per_host() -> int | None:
-    """How many ranks the launcher has started on each host: torchrun, srun or mpirun. None if it does not say, or if
-    hosts have different numbers."""
-    return next(filter(None, map(_said_by, _PER_HOST)), None)
-
-
-def _said_by(variable: str) -> int | None:
-    found = re.fullmatch(r"([1-9]\d{0,8})(\(x\d+\))?", os.environ.get(variable, ""))  # "8(x4)": on each of 4 hosts
-    return int(found[1]) if found else None
+def _cores_of_rank() -> int:
+    """What each rank of a host may use. Ranks of torchrun share all of them; srun and mpirun give each its own."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, CORES // max(1, int(ranks) if ranks.isdecimal() else 1))
 
 
 CORES = usable_cores()
-CORES_OF_RANK = max(1, CORES // (_said_by(_TORCHRUN) or 1))  # others bind each rank to cores of its own
+CORES_OF_RANK = _cores_of_rank()
 
 
 def in_parallel(call: Callable[[Item], Returned], items: Sequence[Item], threads: int, name: str) -> list[Returned]:

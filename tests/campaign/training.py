@@ -61,7 +61,7 @@ class Training:
         if spread == "ddp":
             return nn.parallel.DistributedDataParallel(self.net)
         if spread == HOST:
-            transaction.TOGETHER = transaction.ALONE = transaction.MAIN_WRITES = 1
+            transaction.TOGETHER = transaction.ALONE = 1
             os.environ["LOCAL_WORLD_SIZE"] = "2"
         if spread in ("fsdp", HOST):
             from torch.distributed.fsdp import fully_shard

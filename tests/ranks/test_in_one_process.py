@@ -26,7 +26,7 @@ from ckpt.ranks.consensus import (
     decide_together,
     run_on_all_ranks,
 )
-from ckpt.ranks.find import Launched, find_ranks, meeting_name, require_process_group, started_together
+from ckpt.ranks.find import Launched, find_ranks, meeting_name, ranks_per_host, require_process_group, started_together
 from ckpt.ranks.hosts import Hosts, find_hosts, may_have_separate_roots
 from ckpt.ranks.schedule_and_signals import CommonStep, Preemption, SaveSchedule, SignalListener
 from ckpt.ranks.store_and_heartbeats import Heartbeat, LivenessWatch, LostStoreError, TimedStore, format_ranks
@@ -429,7 +429,7 @@ def test_a_result_is_passed_on_with_its_error() -> None:
 
 
 def test_launchers_say_how_many_processes_they_have_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in find._SIZES:
+    for variable, _, _ in find._LAUNCHERS:
         monkeypatch.delenv(variable, raising=False)
     assert started_together() is None
     require_process_group(reads_only=False)
@@ -452,6 +452,37 @@ def test_launchers_say_how_many_processes_they_have_started(monkeypatch: pytest.
         with pytest.raises(RanksError):
             find_ranks("runs/x", 5.0, reads_only=reads_only)
     assert isinstance(find_ranks("runs/x", 5.0, alone=True), SingleProcess)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, None),
+        ({"LOCAL_WORLD_SIZE": "8"}, 8),
+        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}, 8),
+        ({"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2"}, None),  # one process per host, which starts the ranks there
+        ({"LOCAL_WORLD_SIZE": "4", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NUM_TASKS": "4"}, 4),  # torchrun
+        ({"LOCAL_WORLD_SIZE": ""}, None),
+        ({"LOCAL_WORLD_SIZE": "0"}, None),
+        ({"LOCAL_WORLD_SIZE": "many"}, None),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_STEP_NUM_TASKS": "16"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "16", "SLURM_STEP_NUM_TASKS": "16"}, 16),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NUM_TASKS": "1"}, None),  # srun --pty, and mp.spawn in it
+        ({"SLURM_STEP_TASKS_PER_NODE": "6(x2),4", "SLURM_STEP_NUM_TASKS": "16"}, None),  # hosts differ
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "16"}, 2),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "2"}, None),
+        ({"MPI_LOCALNRANKS": "4", "PMI_SIZE": "16"}, 4),
+    ],
+)
+def test_a_launcher_says_how_many_ranks_each_host_has_unless_the_ranks_are_not_its_processes(
+    group: None, monkeypatch: pytest.MonkeyPatch, said: dict[str, str], expected: int | None
+) -> None:
+    for variable in (name for total, per_host, _ in find._LAUNCHERS for name in (total, per_host)):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, text in said.items():
+        monkeypatch.setenv(variable, text)
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 16)
+    assert ranks_per_host() == expected
 
 
 def test_a_process_that_is_alone_is_a_single_one(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -518,6 +549,7 @@ def test_roots_may_be_separate_where_the_user_or_the_launcher_says_so(
         assert not may_have_separate_roots(remote, shared=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x2)")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     assert may_have_separate_roots(local, shared=None)
 
 

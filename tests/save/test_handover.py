@@ -224,7 +224,7 @@ def test_a_signed_checkpoint_has_a_sha256_of_every_block_of_such_files(tmp_path:
 def _save_small(rank: int, root: str, largest: int, near: bool) -> None:
     as_if_many(4, largest=largest)
     if not near:
-        handover.near = lambda: f"host {rank}"
+        handover._near = lambda: f"host {rank}"
     model, optimizer = trained("fsdp2")
     with ckpt.StateManager(root, model=model, optimizer=optimizer) as manager:
         manager.resume()

@@ -38,9 +38,9 @@ from tests.save.test_ranks_as_threads import (
 SLOW = pytest.mark.slow
 
 
-def join(monkeypatch: pytest.MonkeyPatch, *, main_writes: int, longest: int = LONGEST_JOINED) -> None:
+def join(monkeypatch: pytest.MonkeyPatch, *, longest: int = LONGEST_JOINED) -> None:
     """As if two ranks were many, and two documents filled a file."""
-    for name, value in (("ALONE", 1), ("IN_A_FILE", 2), ("MAIN_WRITES", main_writes), ("LONGEST_JOINED", longest)):
+    for name, value in (("ALONE", 1), ("IN_A_FILE", 2), ("LONGEST_JOINED", longest)):
         monkeypatch.setattr(transaction, name, value)
 
 
@@ -63,18 +63,17 @@ def shared(request: pytest.FixtureRequest) -> Storage:
 JOINED = ["ranks-00000-00001.jsonl", "ranks-00002-00003.jsonl", "ranks-00004-00004.jsonl"]
 
 
-@pytest.mark.parametrize(("main_writes", "writers"), [(1, [1, 3, 4]), (64, [0, 0, 0])])
-def test_the_documents_of_many_ranks_are_lines_of_a_few_files(
-    shared: Storage, monkeypatch: pytest.MonkeyPatch, main_writes: int, writers: list[int]
+def test_the_documents_of_many_ranks_are_lines_of_a_few_files_that_their_last_ranks_write(
+    shared: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    join(monkeypatch, main_writes=main_writes)
+    join(monkeypatch)
     ranks = ranks_with_own_state(shared)
     assert everywhere(ranks, Rank.save) == [""] * 5
     wrote = {file: number for number, rank in enumerate(ranks) for file in rank.saver.root.links.files}
     assert everywhere(ranks, lambda rank: rank.save("b")) == [""] * 5
     close(ranks)
     assert (documents(shared), documents(shared, "b")) == (JOINED, JOINED)
-    assert [wrote[file] for file in JOINED] == writers
+    assert [wrote[file] for file in JOINED] == [1, 3, 4]
     for number in range(5):
         assert state_of(shared, number, f"mine-{number:05}", "b")["value"].tolist() == [number] * 2
     lines = [json.loads(line) for file in JOINED for line in shared.read(f"a/{file}").splitlines()]
@@ -82,11 +81,8 @@ def test_the_documents_of_many_ranks_are_lines_of_a_few_files(
     assert ckpt.verify(shared.url) == {"a": [], "b": []}
 
 
-@pytest.mark.parametrize("main_writes", [1, 64])
-def test_a_document_that_is_too_long_for_a_line_is_a_file(
-    shared: Storage, monkeypatch: pytest.MonkeyPatch, main_writes: int
-) -> None:
-    join(monkeypatch, main_writes=main_writes, longest=100_000)
+def test_a_document_that_is_too_long_for_a_line_is_a_file(shared: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    join(monkeypatch, longest=100_000)
     ranks = ranks_with_own_state(shared)
     ranks[3].own["words-00003"] = RankObjectPart("words-00003", Counter("word" * 50_000))
     assert everywhere(ranks, Rank.save) == [""] * 5
@@ -101,7 +97,7 @@ def test_a_document_that_is_too_long_for_a_line_is_a_file(
 def test_where_no_rank_writes_files_of_its_own_the_main_one_writes_the_documents(
     shared: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    join(monkeypatch, main_writes=1)
+    join(monkeypatch)
     ranks = job(4, lambda _: shared)
     for rank in ranks:
         rank.parts = [ModelPart("model", linear(1.0))]
@@ -115,7 +111,7 @@ def test_where_no_rank_writes_files_of_its_own_the_main_one_writes_the_documents
 def test_a_rank_reads_only_its_own_line_which_has_a_hash_of_its_own(
     shared: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    join(monkeypatch, main_writes=1)
+    join(monkeypatch)
     ranks = ranks_with_own_state(shared)
     assert everywhere(ranks, Rank.save) == [""] * 5
     close(ranks)
@@ -132,7 +128,7 @@ def test_a_rank_reads_only_its_own_line_which_has_a_hash_of_its_own(
 def test_a_save_that_replaces_another_puts_the_joined_documents_beside_it_until_it_is_committed(
     shared: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    join(monkeypatch, main_writes=1)
+    join(monkeypatch)
     ranks = ranks_with_own_state(shared)
     for _ in range(2):
         assert everywhere(ranks, Rank.save) == [""] * 5
@@ -153,7 +149,7 @@ def test_a_file_of_documents_that_cannot_be_written_fails_the_save_and_the_next_
                 raise StorageError("no room for lines.")
             super().write(key, pieces, **options)
 
-    join(monkeypatch, main_writes=1)
+    join(monkeypatch)
     full = Full(f"full-{id(shared)}")
     ranks = ranks_with_own_state(full)
     raised = everywhere(ranks, Rank.save)
@@ -168,7 +164,7 @@ def test_a_diff_compares_documents_wherever_they_are(tmp_path: Path, monkeypatch
     storage = open_storage(tmp_path)
     ranks = ranks_with_own_state(storage, 3)
     assert everywhere(ranks, lambda rank: rank.save("alone")) == [""] * 3
-    join(monkeypatch, main_writes=1)
+    join(monkeypatch)
     assert everywhere(ranks, lambda rank: rank.save("joined")) == [""] * 3
     torch.manual_seed(1)
     assert everywhere(ranks, lambda rank: rank.save("later")) == [""] * 3
@@ -214,26 +210,32 @@ def _documents(written: list[str]) -> set[int]:
     return {int(key.removeprefix("a/rank-")[:5]) for key in written if key.startswith("a/rank-")}
 
 
-def _save_and_load(rank: int, root: str, most: int) -> None:
-    transaction.MAIN_WRITES = most
+def _as_if_many_with_long_documents() -> None:
+    for name in ("ALONE", "LONGEST_JOINED"):
+        setattr(transaction, name, 1)
+
+
+def _save_and_load(rank: int, root: str, many: bool) -> None:
+    if many:
+        _as_if_many_with_long_documents()
     written = _recorded(root)
     with ckpt.StateManager(root, model=fsdp2(0)) as manager:
         manager.resume()
         manager.save_state("a", wait=True)
         manager.save_state("a", wait=True)  # replaces it, under other paths
         manager.load_state("a")
-    assert _documents(written) == ({rank} if most == 1 else {0, 1} if rank == 0 else set())
+    assert _documents(written) == ({rank} if many else {0, 1} if rank == 0 else set())
     assert ckpt.verify(f"{root}/a") == {"a": []}
 
 
 @SLOW
-@pytest.mark.parametrize("most", [1, 2])
-def test_each_rank_writes_its_own_document_where_they_are_many(root: Place, most: int) -> None:
-    assert run_ranks(2, _save_and_load, str(root), most) == [0, 0]
+@pytest.mark.parametrize("many", [True, False])
+def test_each_rank_writes_its_own_document_where_they_are_many_and_too_long_for_lines(root: Place, many: bool) -> None:
+    assert run_ranks(2, _save_and_load, str(root), many) == [0, 0]
 
 
 def _save_and_load_a_pipeline(rank: int, root: str) -> None:
-    transaction.MAIN_WRITES = 1
+    _as_if_many_with_long_documents()
     written, job = _recorded(root), WAYS["pp2-fsdp"](0)
     with ckpt.StateManager(root, model=job.parts[0], optimizer=job.optimizers[0]) as manager:
         manager.resume()
@@ -246,7 +248,9 @@ def _save_and_load_a_pipeline(rank: int, root: str) -> None:
 
 
 @SLOW
-def test_each_rank_of_a_pipeline_writes_its_own_document_where_they_are_many(root: Place) -> None:
+def test_each_rank_of_a_pipeline_writes_its_own_document_where_they_are_many_and_too_long_for_lines(
+    root: Place,
+) -> None:
     run_ranks(4, _save_and_load_a_pipeline, str(root))
     assert ckpt.verify(root) == {"a": []}
 
@@ -259,7 +263,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> No
 
 
 def _as_if_many() -> None:
-    transaction.ALONE, transaction.IN_A_FILE, transaction.MAIN_WRITES = 1, 3, 1
+    transaction.ALONE, transaction.IN_A_FILE = 1, 3
 
 
 def _save_joined(rank: int, root: str) -> None:

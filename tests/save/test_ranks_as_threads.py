@@ -406,10 +406,11 @@ def test_a_save_that_waits_gives_its_place_only_where_it_waits_on_all_ranks(
 
 
 @pytest.mark.parametrize(("most", "writers"), [(1, {0, 1}), (2, {0})])
-def test_of_many_ranks_those_that_write_files_write_their_documents_too(
+def test_of_many_ranks_those_that_write_files_write_documents_too_that_are_too_long_for_lines(
     shared: Storage, monkeypatch: pytest.MonkeyPatch, most: int, writers: set[int]
 ) -> None:
-    monkeypatch.setattr(transaction, "MAIN_WRITES", most)
+    monkeypatch.setattr(transaction, "ALONE", most)
+    monkeypatch.setattr(transaction, "LONGEST_JOINED", 1)
     ranks = job(2, lambda _: shared)
     for number, rank in enumerate(ranks):
         rank.own = {f"mine-{number:05}": RankObjectPart(f"mine-{number:05}", Counter(torch.ones(2)))}

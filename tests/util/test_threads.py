@@ -24,7 +24,6 @@ from ckpt.util.threads import (
     is_identity,
     normal_io_priority,
     process_identity,
-    ranks_per_host,
     refuse_copy,
     start_time,
     usable_cores,
@@ -294,29 +293,3 @@ def test_a_thread_in_the_background_gives_way_in_cores_and_disks_and_no_other_do
         patch.setattr(os, "setpriority", refuse)
         assert Worker("background").start(work).wait()[0] == (before[0], 3, 0)
     assert priorities() == before
-
-
-@pytest.mark.parametrize(
-    ("said", "expected"),
-    [
-        ({}, None),
-        ({"LOCAL_WORLD_SIZE": "8"}, 8),
-        ({"LOCAL_WORLD_SIZE": "4", "SLURM_STEP_TASKS_PER_NODE": "1"}, 4),  # torchrun, started by srun on each host
-        ({"LOCAL_WORLD_SIZE": ""}, None),
-        ({"LOCAL_WORLD_SIZE": "0"}, None),
-        ({"LOCAL_WORLD_SIZE": "many"}, None),
-        ({"SLURM_STEP_TASKS_PER_NODE": "8(x16)"}, 8),
-        ({"SLURM_STEP_TASKS_PER_NODE": "8"}, 8),
-        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4"}, None),  # hosts differ
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
-        ({"MPI_LOCALNRANKS": "3"}, 3),
-    ],
-)
-def test_the_launcher_says_how_many_ranks_it_started_on_each_host(
-    monkeypatch: pytest.MonkeyPatch, said: dict[str, str], expected: int | None
-) -> None:
-    for variable in ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
-        monkeypatch.delenv(variable, raising=False)
-    for variable, text in said.items():
-        monkeypatch.setenv(variable, text)
-    assert ranks_per_host() == expected
