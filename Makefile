@@ -195,6 +195,7 @@ versions: $(foreach name,$(VERSIONS),$(VERSIONED)/$(name)/.tested)
 $(VERSIONED)/%/.ready: pyproject.toml constraints-%.txt | $(READY)  # one after the other: both build in this folder
 	rm -rf $(VERSIONED)/$*
 	$(PYTHON) -m venv $(VERSIONED)/$*
+	$(VERSIONED)/$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade pip
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints-$*.txt > $(VERSIONED)/$*/constraints.txt
 	$(VERSIONED)/$*/bin/python -m pip install --quiet --disable-pip-version-check -c $(VERSIONED)/$*/constraints.txt -e '.[versions]'
 	touch $@
@@ -209,5 +210,6 @@ clean:
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(READY)
