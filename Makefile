@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# modules are compiled when they are first imported: most of 19,000 never are, and to compile them all takes two minutes
+PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 # one more than the cores of a small machine: some tests wait
 JOBS ?= 3
 # the foundation and sharded state: with CKPT_ROOT=s3 every root of theirs is on an S3 server
@@ -100,7 +102,7 @@ test-accelerate test-transformers test-lightning: $(READY)
 FRAMEWORKS := build/frameworks
 $(FRAMEWORKS)/.ready: Makefile constraints.txt | $(READY)
 	rm -rf $(FRAMEWORKS)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(FRAMEWORKS) \
+	$(BIN)/python $(PIP) --no-deps --target $(FRAMEWORKS) \
 		trl==1.16.0 gymnasium==1.4.0 farama-notifications cloudpickle \
 		ray==2.60.0 jsonschema jsonschema-specifications referencing rpds-py tensorboardX \
 		torchtitan==0.3.0 spmd_types==0.2.3 tyro typeguard docstring_parser shtab einops tensorboard protobuf absl-py triton
@@ -195,9 +197,9 @@ versions: $(foreach name,$(VERSIONS),$(VERSIONED)/$(name)/.tested)
 $(VERSIONED)/%/.ready: pyproject.toml constraints-%.txt | $(READY)  # one after the other: both build in this folder
 	rm -rf $(VERSIONED)/$*
 	$(PYTHON) -m venv $(VERSIONED)/$*
-	$(VERSIONED)/$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade pip
+	$(VERSIONED)/$*/bin/python $(PIP) -c constraints.txt --upgrade pip
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints-$*.txt > $(VERSIONED)/$*/constraints.txt
-	$(VERSIONED)/$*/bin/python -m pip install --quiet --disable-pip-version-check -c $(VERSIONED)/$*/constraints.txt -e '.[versions]'
+	$(VERSIONED)/$*/bin/python $(PIP) -c $(VERSIONED)/$*/constraints.txt -e '.[versions]'
 	touch $@
 
 .PHONY: $(TESTED)
@@ -210,6 +212,6 @@ clean:
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python $(PIP) -c constraints.txt --upgrade pip
+	$(BIN)/python $(PIP) -c constraints.txt -e '.[dev]'
 	touch $(READY)
