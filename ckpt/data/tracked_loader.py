@@ -338,8 +338,8 @@ class RestoreStrategy(ABC):
             position.ahead, position.rng_ahead, position.state = self._lookahead.first
 
     def close(self) -> None:
-        """End the pass over the data, and drop every reference to the iterator: its workers stop only when the iterator
-        is gone."""
+        """End the pass over the data: nothing that the iterator holds leads back to the loader. Persistent workers stop
+        with the loader then; the garbage collector would wait for each of them for 5 s."""
         if self._lookahead is not None:
             self._lookahead.forget()
 
@@ -687,17 +687,19 @@ class TrackedLoader:
             self._set_epoch(epoch)
         position = self._cursor.position
         iterator = self._open(epoch)  # held by nobody else: workers stop with it, also after `break`
-        for batch in iterator:
-            samples = self._strategy.take(batch) if self._strategy is not None else 0
-            position.batches += 1
-            position.samples += samples
-            self._cursor.note_end(iterator)
-            yield batch, samples
-            del batch  # or it would take memory while the next one is read
+        try:
+            for batch in iterator:
+                samples = self._strategy.take(batch) if self._strategy is not None else 0
+                position.batches += 1
+                position.samples += samples
+                self._cursor.note_end(iterator)
+                yield batch, samples
+                del batch  # or it would take memory while the next one is read
+        finally:
+            if self._strategy is not None:
+                self._strategy.close()
         position.done = True
         self._update_position()
-        if self._strategy is not None:
-            self._strategy.close()
         self._strategy = None
 
     def _set_epoch(self, epoch: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -281,6 +283,25 @@ def test_a_resumed_loader_goes_on_exactly_where_it_stopped(anywhere: str, name: 
     seen, restored, _ = _interrupted(anywhere, make, at, 3)
     assert seen == straight
     assert restored.approximated == {}
+
+
+@pytest.mark.parametrize("name", slow_where("workers", ["shuffle", "persistent workers"]))
+@pytest.mark.parametrize("stops", [(2, 3), (2, 8)])
+def test_a_loader_that_nobody_uses_any_more_is_gone_at_once_also_after_break(
+    anywhere: str, name: str, stops: tuple[int, int]
+) -> None:
+    """Its persistent workers end with it. The garbage collector would wait for each of them for 5 s."""
+    root = f"{anywhere}/{next(_roots)}"
+    gc.disable()
+    try:
+        for stop in stops:  # the second one begins at the saved position
+            loader = weakref.ref(made := LOADERS[name]())
+            with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
+                _train(manager, made, 3, stop)
+            del made, manager
+            assert loader() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow
