@@ -22,13 +22,12 @@ import tempfile
 import threading
 import time
 import traceback
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from io import StringIO
 from multiprocessing import get_context
 from pathlib import Path
@@ -38,7 +37,7 @@ from urllib.parse import unquote
 from xml.sax.saxutils import escape
 
 from tests.helpers import hostile_bucket
-from tests.helpers.hostile_bucket import Asked, HostileBucket, Reply, Server
+from tests.helpers.hostile_bucket import FOLDED, Asked, HostileBucket, Reply, Server
 
 SECRET = "plantedSecret0123456789abcdefghijkl"  # in every credential; also as base64 has it
 KEY = base64.b64encode(SECRET.encode() * 2).decode()
@@ -166,14 +165,8 @@ def _echo(draw: random.Random, reply: Reply, asked: Asked, elsewhere: str) -> Re
 
 def _unfolding(draw: random.Random, reply: Reply, asked: Asked, elsewhere: str) -> Reply:
     """A megabyte, of which a client that decodes what it reads makes a gigabyte."""
-    reply.body, reply.headers = _folded(), {**reply.headers, "Content-Encoding": "gzip"}
+    reply.body, reply.headers = FOLDED, {**reply.headers, "Content-Encoding": "gzip"}
     return reply
-
-
-@cache
-def _folded() -> bytes:
-    packed = zlib.compressobj(9, zlib.DEFLATED, zlib.MAX_WBITS | 16)
-    return b"".join([packed.compress(b" " * (1 << 20)) for _ in range(1 << 10)] + [packed.flush()])
 
 
 LIES = (
