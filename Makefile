@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # modules are compiled when they are first imported: most of 19,000 never are, and to compile them all takes two minutes
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 # one more than the cores of a small machine: some tests wait
 JOBS ?= 3
 # the foundation and sharded state: with CKPT_ROOT=s3 every root of theirs is on an S3 server

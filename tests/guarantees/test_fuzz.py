@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,36 +70,36 @@ _PLANTED = """
 import json, os, sys
 from tests.fuzz import targets
 def planted(place):
-    {code}
+    exec(open(place.top + "/root/x").read())
 targets.BY_NAME["ckpt ls"] = planted
 from tests.fuzz.__main__ import main
 sys.exit(main())
 """
+_FORBIDDEN = [
+    ("raise KeyError('x')", "error"),
+    ("import ctypes; ctypes.string_at(8)", "crash"),
+    ("bytearray(1 << 30)", "memory"),
+    ("open(place.top + '/../beside/secret.json').read()", "outside"),
+    ("os.unlink(place.top + '/../beside/secret.json')", "outside"),
+    ("os.system('true')", "outside"),
+    ("from tests.fuzz import canary; canary.fire()", "outside"),
+    ("raise targets.WrongError('it is wrong')", "wrong"),
+]
 
 
 @pytest.mark.slow
 @needs_linux
-@pytest.mark.parametrize(
-    ("code", "kind"),
-    [
-        ("raise KeyError('x')", "error"),
-        pytest.param("import ctypes; ctypes.string_at(8)", "crash", marks=pytest.mark.long),
-        ("bytearray(1 << 30)", "memory"),
-        ("open(place.top + '/../beside/secret.json').read()", "outside"),
-        pytest.param("os.unlink(place.top + '/../beside/secret.json')", "outside", marks=pytest.mark.long),
-        pytest.param("os.system('true')", "outside", marks=pytest.mark.long),
-        pytest.param("from tests.fuzz import canary; canary.fire()", "outside", marks=pytest.mark.long),
-        pytest.param("raise targets.WrongError('it is wrong')", "wrong", marks=pytest.mark.long),
-    ],
-)
-def test_what_an_operation_must_not_do_is_found(tmp_path: Path, code: str, kind: str) -> None:
+def test_what_an_operation_must_not_do_is_found(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
-    (kept / "one.json").write_text(json.dumps(Case("full", "ckpt ls", {"root/x": b"x"}).to_json()))
-    command = [sys.executable, "-c", _PLANTED.format(code=code), "--scratch", str(tmp_path), "--replay", str(kept)]
+    for number, (code, _) in enumerate(_FORBIDDEN):
+        case = Case("full", "ckpt ls", {"root/x": code.encode()})
+        (kept / f"{number}.json").write_text(json.dumps(case.to_json()))
+    command = [sys.executable, "-c", _PLANTED, "--scratch", str(tmp_path), "--replay", str(kept)]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1, done.stderr[-2000:]
-    assert done.stdout.startswith(f"{kind}: "), done.stdout
+    kinds = re.findall(r"^(\w+): .*\(ckpt ls\)$", done.stdout, re.MULTILINE)
+    assert sorted(kinds) == sorted(kind for _, kind in _FORBIDDEN), done.stdout
 
 
 def test_every_input_that_is_kept_names_an_operation_and_its_finding() -> None:

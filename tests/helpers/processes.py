@@ -35,7 +35,7 @@ _context: ForkServerContext = multiprocessing.get_context("forkserver")
 # what ranks import: once here, or seconds in each of them. Not Lightning and DeepSpeed, which change others on import
 _PRELOADED = """
     tests.helpers.fork_server
-    torch._dynamo torch._inductor.compile_fx torch.distributed.checkpoint torch.distributed.fsdp
+    torch._dynamo torch._inductor.compile_fx torch.distributed.checkpoint torch.distributed.fsdp torch.distributed.optim
     torch.distributed.pipelining numpy s3fs
     accelerate peft transformers.trainer torchdata.stateful_dataloader
     ckpt.manager ckpt.export ckpt.memory.tier ckpt.storage.clouds.s3 ckpt.integrations.accelerate

@@ -31,6 +31,7 @@ from tests.helpers.sharded import MODELS, plain, state, step, whole
 from tests.helpers.training import exact
 
 pytestmark = pytest.mark.slow
+LONG = pytest.mark.long
 
 RANKS = 4  # of two hosts, unless it is said otherwise
 
@@ -52,7 +53,8 @@ def two(key: str) -> list[str]:
 
 def trained(how: str, seed: int = 1, steps: int = 2) -> tuple[Any, torch.optim.Optimizer]:
     model = MODELS[how](seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    # one operator for all parameters: DTensor takes 20 ms for each that a process calls for the first time
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=how in ("fsdp2", "hsdp"))
     for number in range(steps):
         step(model, optimizer, number)
     return model, optimizer
@@ -85,7 +87,7 @@ def _load(rank: int, root: str, notes: str, how: str) -> None:
 
 
 @pytest.mark.also_on_s3
-@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("wait", [pytest.param(True, marks=LONG), False])
 def test_a_checkpoint_has_one_file_for_each_host_and_part_and_loads_on_any_number_of_ranks(
     root: Place, tmp_path: Path, wait: bool
 ) -> None:
@@ -103,12 +105,12 @@ def test_a_checkpoint_has_one_file_for_each_host_and_part_and_loads_on_any_numbe
 @pytest.mark.parametrize(
     ("how", "hosts_of", "files"),
     [
-        ("fsdp2", 4, ["model/00000.safetensors", "optimizer/00000.safetensors"]),
+        pytest.param("fsdp2", 4, ["model/00000.safetensors", "optimizer/00000.safetensors"], marks=LONG),
         ("hsdp", 2, ["model/00000.safetensors", "optimizer/00000.safetensors"]),
-        ("hsdp", 4, ["model/00000.safetensors", "optimizer/00000.safetensors"]),
+        pytest.param("hsdp", 4, ["model/00000.safetensors", "optimizer/00000.safetensors"], marks=LONG),
         ("fsdp1", 2, [*two("model"), *two("optimizer")]),
         ("tp", 2, [*two("model"), *two("optimizer")]),
-        ("tp", 4, ["model/00000.safetensors", "optimizer/00000.safetensors"]),
+        pytest.param("tp", 4, ["model/00000.safetensors", "optimizer/00000.safetensors"], marks=LONG),
         ("fsdp2-tp", 2, [f"{key}/0000{rank}.safetensors" for key in ("model", "optimizer") for rank in range(4)]),
         ("fsdp2-tp", 4, ["model/00000.safetensors", "optimizer/00000.safetensors"]),
     ],
@@ -323,7 +325,9 @@ def _die(rank: int, root: str, victim: int, how: str) -> None:
         _leave(rank, root, victim)
 
 
-@pytest.mark.parametrize(("victim", "how"), [(3, "as it sends"), (1, "as it sends"), (2, "as it writes")])
+@pytest.mark.parametrize(
+    ("victim", "how"), [(3, "as it sends"), pytest.param(1, "as it sends", marks=LONG), (2, "as it writes")]
+)
 def test_a_rank_that_dies_in_the_middle_is_named_and_its_files_are_swept(tmp_path: Path, victim: int, how: str) -> None:
     root = str(tmp_path / "run")
     codes = run_ranks(RANKS, _die, root, victim, how, dies=True)
@@ -359,7 +363,7 @@ def _freeze(rank: int, root: str, victim: int, where: str, hosts_of: int = 2) ->
 
 
 @pytest.mark.parametrize("where", ["before they meet", "in the middle"])
-@pytest.mark.parametrize("victim", [1, 2, 3])
+@pytest.mark.parametrize("victim", [1, 2, pytest.param(3, marks=LONG)])
 def test_a_rank_that_freezes_is_named(tmp_path: Path, victim: int, where: str) -> None:
     root = str(tmp_path / "run")
     codes = run_ranks(RANKS, _freeze, root, victim, where, dies=True)
