@@ -16,9 +16,11 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -201,6 +203,14 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What fails is tried again twice, at once."""
     monkeypatch.setattr(RetryPolicy, "pauses", lambda self: iter((0.0, 0.0)))
+
+
+@pytest.fixture
+def impatient_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub's client itself asks again five times: at once."""
+    from huggingface_hub.utils import _http
+
+    monkeypatch.setattr(_http, "time", SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None}))
 
 
 def _tell_where(server: Server, patch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,14 +38,6 @@ def repo(hub: HubServer, tmp_path: Path) -> HubServer:
     for path in files:
         storage.write(path.relative_to(tmp_path / "made").as_posix(), [path.read_bytes()])
     return hub
-
-
-@pytest.fixture
-def impatient_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client itself asks again five times: at once."""
-    from huggingface_hub.utils import _http
-
-    monkeypatch.setattr(_http, "time", SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None}))
 
 
 @pytest.fixture

@@ -330,7 +330,7 @@ class TestCommits:
             manager.save_state("a", wait=True)
         assert len(hub.commits(REPO)) == 1
 
-    @pytest.mark.usefixtures("impatient")
+    @pytest.mark.usefixtures("impatient", "impatient_client")
     def test_a_commit_that_was_made_while_nobody_could_be_asked_is_not_made_again(self, hub: HubServer) -> None:
         storage = HubStorage(REPO, interval=3600)
         storage.write("a", [b"a"])
