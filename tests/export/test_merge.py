@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -509,14 +510,16 @@ def save_large(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.not_on_s3("S3's own is in tests/storage/test_s3.py")
-def test_memory_stays_below_256_mb_whatever_the_size(tmp_path: Path) -> None:
+def test_it_holds_less_than_128_mb_whatever_the_size(tmp_path: Path) -> None:
     run_ranks(2, save_large, str(tmp_path / "dcp"))
     torch.manual_seed(0)
     wanted = torch.rand(320, 1 << 18)[159:161]
     for dtype in ("", "bfloat16"):
         merged = tmp_path / f"{dtype}.safetensors"
         command = [sys.executable, "-c", _MEASURE, str(tmp_path / "dcp"), str(merged), dtype]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
-        assert 1 < int(done.stdout) < 256, dtype
+        # what glibc keeps of freed memory depends on the order in which threads run: 40 to 170 MB beside our own 92
+        env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": f"{1 << 20}"}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=200)
+        assert 1 < int(done.stdout) < 128, dtype
         with safe_open(merged, "pt") as file:
             assert torch.equal(file.get_slice("large")[159:161], wanted.to(getattr(torch, dtype or "float32"))), dtype
