@@ -38,8 +38,8 @@ def merge(
 ) -> list[str]:
     """Write a checkpoint's tensors to one safetensors file.
 
-    `merge` writes tied weights only once, and takes about 0.2 GB of memory, whatever their size. The file appears only
-    when it is complete.
+    `merge` writes tied weights only once, and takes about 0.2 GB of memory, however large the checkpoint is. The file
+    appears only when it is complete.
 
     Args:
         source: A ckpt checkpoint, a root (`merge` takes its newest intact checkpoint, and warns about newer ones), or

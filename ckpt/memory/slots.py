@@ -61,7 +61,7 @@ class SlotWriter(RootWriter):
         kept = [manifest for manifest in committed if manifest.name not in self.damaged][:1]
         for manifest in committed:
             if manifest not in kept and held is not None:
-                why = deletion.remove_or_explain(self.storage, manifest)
+                why = deletion.remove(self.storage, manifest)
                 if why:
                     raise LockedError(f"{self.storage.url}/{manifest.name} {why}.")
                 held.discard(manifest.name)

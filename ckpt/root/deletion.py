@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import TypeVar
 
-from ckpt.errors import ConflictError, FullError, LockedError, StorageError, VersionError
+from ckpt.errors import ConflictError, FullError, LockedError, StorageError, TransientError, VersionError
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
 from ckpt.formats.registry import ACCELERATE, claims, is_checkpoint
 from ckpt.root.catalog import (
@@ -42,6 +43,8 @@ from ckpt.util.threads import in_parallel
 
 _log = logging.getLogger("ckpt")
 Listed = TypeVar("Listed", Manifest, Summary)
+_IN_USE = "is being read"
+_FAILED = "could not be removed"
 _UNKNOWN = "has a manifest that ckpt can't read, so its files are unknown"
 _TO_CLEAN_UP = 10.0  # seconds: what is left is swept before a later save
 _REMOVERS = 8  # threads that remove checkpoints from an object store
@@ -65,7 +68,10 @@ def sweep(
     marked = marked_names(entries)
     for name in marked:
         if name not in spared and (age is None or _is_older(storage, name, age)):
-            remove_uncommitted(storage, name)
+            why = remove_uncommitted(storage, name)
+            if why:  # a later save tries again
+                level = logging.WARNING if why.startswith(_FAILED) else logging.DEBUG
+                _log.log(level, "an interrupted save left %s/%s, which %s", storage.url, name, why)
     storage.sweep(age=age)
     if marked:
         found = Overview.of(storage, known=listed.index if listed else None)
@@ -96,30 +102,47 @@ def _mend_manifests(storage: Storage, to_mend: Collection[str], committed: Itera
     in_parallel(mend_one, sorted(names), threads, "ckpt-mend")
 
 
-def remove_uncommitted(storage: Storage, name: str, committed: Manifest | None = None) -> None:
+def _or_explained(remove: Callable[[], str]) -> str:
+    """What `remove` returns, or why it could not remove everything, so that a caller goes on with the others.
+
+    Raises where the store is away: the others would be waited for just as long.
+    """
+    try:
+        return remove()
+    except LockedError:
+        return _IN_USE
+    except TransientError:
+        raise
+    except StorageError as error:
+        return f"{_FAILED}: {error}"
+
+
+def remove_uncommitted(storage: Storage, name: str, committed: Manifest | None = None) -> str:
     """Delete the files of an interrupted save that no manifest lists, and its marker last.
 
-    `committed`: the manifest that was just written there, if that is known.
+    Returns "", or why something is left. `committed`: the manifest that was just written there, if that is known.
 
     A file that no marker and no manifest lists belongs to somebody else, and is kept. While somebody reads the
     checkpoint, or where this version of ckpt cannot read its manifest, nothing is deleted: a later save tries again.
     """
+    return _or_explained(partial(_remove_uncommitted, storage, name, committed))
+
+
+def _remove_uncommitted(storage: Storage, name: str, committed: Manifest | None) -> str:
     if isinstance(storage, Staging) or (committed is None and _is_empty(storage, name)):
-        return
+        return ""
     checkpoint = find(storage, name) if committed is None else Checkpoint(name, storage.url, committed)
     if checkpoint.manifest is None and was_committed(checkpoint.problem):
-        return
+        return f"{_UNKNOWN}: {checkpoint.problem}"
     listed = {FILE_NAME, *(file.path for file in (checkpoint.manifest.files if checkpoint.manifest else ()))}
     stray = [path for path in _marked_files(storage, name) if path not in listed]
     if checkpoint.manifest is None:  # of a removal that was cut off
         stray.append(COPY_NAME)
-    try:
-        with storage.lock(name):
-            storage.delete([f"{name}/{path}" for path in stray])
-            storage.sweep(name)
-            storage.delete([f"{name}/{MARKER}"])
-    except LockedError:
-        _log.debug("another process is reading %s/%s, so ckpt removes its leftovers later", storage.url, name)
+    with storage.lock(name):
+        storage.delete([f"{name}/{path}" for path in stray])
+        storage.sweep(name)
+        storage.delete([f"{name}/{MARKER}"])
+    return ""
 
 
 def clean_up_failed(storage: Storage, name: str) -> None:
@@ -150,45 +173,42 @@ def _delete_probe_files(storage: Storage, entries: Iterable[Entry]) -> None:
         storage.delete(left)
 
 
-def remove(storage: Storage, checkpoint: Manifest | Summary) -> bool:
-    """Remove a checkpoint, unless somebody reads or replaces it. Returns whether it is gone."""
-    return not remove_or_explain(storage, checkpoint)
-
-
 def remove_all(storage: Storage, checkpoints: Sequence[Manifest | Summary]) -> dict[str, str]:
-    """By name, what `remove_or_explain` returns for each: several at a time, unless the storage is local."""
+    """By name, what `remove` returns for each: several at a time, unless the storage is local."""
     threads = 1 if storage.is_local or isinstance(storage, Staging) else _REMOVERS
-    reasons = in_parallel(lambda each: remove_or_explain(storage, each), checkpoints, threads, "ckpt-remove")
+    reasons = in_parallel(lambda each: remove(storage, each), checkpoints, threads, "ckpt-remove")
     return {checkpoint.name: reason for checkpoint, reason in zip(checkpoints, reasons, strict=True)}
 
 
-def remove_or_explain(storage: Storage, checkpoint: Manifest | Summary) -> str:
-    """Remove a checkpoint and return "", or return why it is kept: somebody reads it, or replaces it with a new save.
+def remove(storage: Storage, checkpoint: Manifest | Summary) -> str:
+    """Remove a checkpoint and return "", or return why it is kept: somebody reads it, or replaces it with a new save,
+    or the storage refuses.
 
     The manifest is deleted first: no reader ever finds a manifest without its files. If the removal is cut off, its
     marker lists the files that are still to be deleted, and says that the copy of the manifest counts no more.
     """
+    return _or_explained(partial(_remove, storage, checkpoint))
+
+
+def _remove(storage: Storage, checkpoint: Manifest | Summary) -> str:
     name = checkpoint.name
     if not any(True for _ in storage.list(name)):
         return ""  # a user has removed it by hand
-    try:
-        with storage.lock(name):
-            if isinstance(storage, Staging) and isinstance(checkpoint, Manifest):
-                current = Checkpoint(name, storage.url, checkpoint)
-            else:
-                current = find(storage, name)
-            manifest = checkpoint if isinstance(checkpoint, Manifest) else current.manifest
-            if manifest is None and was_committed(current.problem):
-                return f"{_UNKNOWN}: {current.problem}"
-            paths = [file.path for file in manifest.files] if manifest else []
-            if not isinstance(storage, Staging):
-                why_kept, left = _claim_removal(storage, checkpoint.id, current, paths)
-                if why_kept:
-                    return why_kept
-                paths = list(dict.fromkeys([*paths, *left]))
-            storage.delete([f"{name}/{path}" for path in (FILE_NAME, COPY_NAME, *paths, MARKER)])
-    except LockedError:
-        return "is being read"
+    with storage.lock(name):
+        if isinstance(storage, Staging) and isinstance(checkpoint, Manifest):
+            current = Checkpoint(name, storage.url, checkpoint)
+        else:
+            current = find(storage, name)
+        manifest = checkpoint if isinstance(checkpoint, Manifest) else current.manifest
+        if manifest is None and was_committed(current.problem):
+            return f"{_UNKNOWN}: {current.problem}"
+        paths = [file.path for file in manifest.files] if manifest else []
+        if not isinstance(storage, Staging):
+            why_kept, left = _claim_removal(storage, checkpoint.id, current, paths)
+            if why_kept:
+                return why_kept
+            paths = list(dict.fromkeys([*paths, *left]))
+        storage.delete([f"{name}/{path}" for path in (FILE_NAME, COPY_NAME, *paths, MARKER)])
     return ""
 
 
@@ -227,9 +247,9 @@ def apply_retention(
         _remember(history or History(storage), gone, newest_first)
     reasons = remove_all(storage, [(known or {}).get(checkpoint.name, checkpoint) for checkpoint in gone])
     for name, reason in reasons.items():
-        if reason.startswith(_UNKNOWN) and (storage.url, name) not in _warned:
+        if reason.startswith((_UNKNOWN, _FAILED)) and (storage.url, name) not in _warned:
             _warned.add((storage.url, name))
-            _log.warning("ckpt does not remove %s/%s, because it %s", storage.url, name, reason)
+            _log.warning("ckpt keeps %s/%s, which %s", storage.url, name, reason)
     return [checkpoint for checkpoint in newest_first if reasons.get(checkpoint.name) != ""]
 
 

@@ -196,9 +196,8 @@ class _Link:
             except OSError:
                 got = 0
             if not got:
-                raise FollowingError(
-                    f"{self.call}: rank {self.ranks[0]} stopped in the middle of handing over its shards."
-                )
+                which = format_ranks(self.ranks) if len(self.ranks) == 1 else f"one of {format_ranks(self.ranks)}"
+                raise FollowingError(f"{self.call}: {which} stopped in the middle of handing over its shards.")
             view = view[got:]
 
     def send(self, view: memoryview) -> None:

@@ -180,7 +180,10 @@ def remove_checkpoint(storage: Storage, held: HeldRoot | None, name: str) -> Non
     manifest = find(storage, name).manifest
     if manifest is not None:
         (held.history if held else History(storage)).store([manifest])
-        if deletion.remove(storage, manifest) and held:
+        why = deletion.remove(storage, manifest)
+        if why:
+            _log.warning("ckpt keeps %s/%s, which %s", storage.url, name, why)
+        elif held:
             held.discard(name)
 
 

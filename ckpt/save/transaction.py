@@ -109,7 +109,7 @@ def _remove(held: HeldRoot, storage: LocalStorage, oldest_first: list[Summary], 
     for summary in oldest_first:
         if size <= (_free(storage.place) or 0):
             break
-        if not deletion.remove_or_explain(storage, summary):
+        if not deletion.remove(storage, summary):
             held.discard(summary.name)
             _log.info("removed %s/%s to make room for %s", storage.url, summary.name, name)
 
@@ -450,12 +450,9 @@ class SaveTransaction:
             sizes = dict.fromkeys(together["parts"], together["together"])
             self.captured = self.captured.then(lambda state: state.but(together=sizes))
         captured = self.captured.get()
-        texts = {rank: proposal["document"] for rank, proposal in enumerate(proposals)}
-        sent = {rank: text.encode() for rank, text in texts.items() if text is not None}
-        self.documents = [
-            captured.values_file,
-            *(FilePlan.of(rank_document(rank), text) for rank, text in sent.items()),
-        ]
+        texts = ((rank_document(rank), proposal["document"]) for rank, proposal in enumerate(proposals))
+        sent = [FilePlan.of(path, text.encode()) for path, text in texts if text is not None]
+        self.documents = [captured.values_file, *sent]
         shared = [file.path for file in [*captured.common_files, *self.documents]]
         joined = self._plan_joined(proposals)
         shared += [joined_name(ranks) for ranks in self._groups] if joined else []
@@ -524,11 +521,8 @@ class SaveTransaction:
         length = max(proposal["line"] for proposal in proposals)
         if not length:
             return {}
-
-        def writer(ranks: range) -> int:
-            return next((rank for rank in reversed(ranks) if proposals[rank]["paths"]), MAIN)
-
-        return {"line": length, "writers": [writer(ranks) for ranks in self._groups]}
+        writers = [next((rank for rank in reversed(each) if proposals[rank]["paths"]), MAIN) for each in self._groups]
+        return {"line": length, "writers": writers}
 
     def _joined_files(self, plan: Mapping[str, Any]) -> list[FilePlan]:
         """The files of documents that this rank writes for others."""

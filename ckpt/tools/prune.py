@@ -191,9 +191,9 @@ class Plan:
         if mark.age < self.grace:
             spared[leftover.name] = "was written again in the meantime"
             return
-        deletion.remove_uncommitted(self.storage, leftover.name)
-        if read_marker(self.storage, leftover.name) is not None:
-            spared[leftover.name] = "is being read"
+        why = deletion.remove_uncommitted(self.storage, leftover.name)
+        if why:
+            spared[leftover.name] = why
 
 
 def _size_here(found: Overview, summary: Summary) -> int:

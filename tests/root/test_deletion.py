@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import ckpt
-from ckpt.errors import FullError
+from ckpt.errors import FullError, TransientError
 from ckpt.formats.native import manifest as manifest_format
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
 from ckpt.root.catalog import DAY, HISTORY, MARKER, mark_save, read_marker
-from ckpt.root.deletion import apply_retention, remove, remove_or_explain, remove_uncommitted, sweep
+from ckpt.root.deletion import apply_retention, remove, remove_uncommitted, sweep
 from ckpt.storage import ANY, Buffer, LocalStorage, Storage
 from tests.helpers.byte_checkpoints import (
     FILES,
@@ -35,14 +35,14 @@ NEWER = {"model.safetensors": tensor_file(b"newer" * 50), "state.json": b"[]"}
 class TestRemoval:
     def test_leaves_nothing_of_the_checkpoint_and_all_of_its_neighbours(self, storage: Storage) -> None:
         old, new = save(storage, "old", sequence=1), save(storage, "new", sequence=2)
-        assert remove(storage, old)
+        assert not remove(storage, old)
         assert not keys(storage, "old")
         assert is_whole(storage, new)
 
     def test_keeps_what_others_have_put_into_the_folder(self, storage: Storage) -> None:
         manifest = save(storage, "a")
         storage.write("a/notes.txt", [b"mine"])
-        assert remove(storage, manifest)
+        assert not remove(storage, manifest)
         assert keys(storage) == {"a/notes.txt"}
 
     def test_cut_off_at_any_call_leaves_the_checkpoint_whole_or_gone(self, new_storage: Callable[[], Storage]) -> None:
@@ -57,22 +57,21 @@ class TestRemoval:
 
     def test_that_was_cut_off_is_finished_by_another_one(self, new_storage: Callable[[], Storage]) -> None:
         for storage, manifest in _removals_cut_off_at_every_call(new_storage):
-            assert remove(storage, manifest)
+            assert not remove(storage, manifest)
             assert not keys(storage)
 
     def test_waits_for_no_reader_but_keeps_what_is_being_read(self, storage: Storage) -> None:
         manifest = save(storage, "a")
         with storage.lock("a", shared=True):
-            assert remove_or_explain(storage, manifest) == "is being read"
-            assert not remove(storage, manifest)
+            assert remove(storage, manifest) == "is being read"
         assert is_whole(storage, manifest)
         assert MARKER not in {key.partition("/")[2] for key in keys(storage)}
-        assert remove(storage, manifest)
+        assert not remove(storage, manifest)
 
     def test_keeps_a_checkpoint_that_was_saved_anew_since_it_was_listed(self, storage: Storage) -> None:
         old = save(storage, "a")
         new = save(storage, "a", NEWER, sequence=2)
-        assert remove_or_explain(storage, old) == "was saved again in the meantime"
+        assert remove(storage, old) == "was saved again in the meantime"
         assert is_whole(storage, new)
 
     def test_keeps_a_checkpoint_that_a_newer_version_of_ckpt_has_saved_anew(
@@ -83,19 +82,19 @@ class TestRemoval:
             patch.setattr(manifest_format, "VERSION", 2)
             save(storage, "a", NEWER, sequence=2)
         before = keys(storage)
-        assert remove_or_explain(storage, old) == "was saved again in the meantime"
+        assert remove(storage, old) == "was saved again in the meantime"
         assert keys(storage) == before
 
     def test_keeps_a_checkpoint_that_a_save_is_replacing(self, storage: Storage) -> None:
         manifest = save(storage, "a")
         begin_and_write(storage, attempt_at(storage, "a"), NEWER)
-        assert remove_or_explain(storage, manifest).startswith("is being saved again")
+        assert remove(storage, manifest).startswith("is being saved again")
         assert is_whole(storage, manifest)
 
     def test_yields_to_a_save_that_begins_just_before_its_marker_is_written(self, storage: Storage) -> None:
         manifest = save(storage, "a")
         racing = _SaveBegins(storage.url)
-        assert remove_or_explain(racing, manifest) == "is being saved again"
+        assert remove(racing, manifest) == "is being saved again"
         assert is_whole(storage, manifest)
         marker = read_marker(storage, "a")
         assert marker is not None
@@ -105,18 +104,18 @@ class TestRemoval:
         save(storage, "a")
         new = save(_CannotDelete(storage.url), "a", NEWER, sequence=2)
         assert {f"a/{path}" for path in FILES} < keys(storage)
-        assert remove(storage, new)
+        assert not remove(storage, new)
         assert not keys(storage)
 
     def test_needs_no_room_on_a_full_disk(self, storage: Storage) -> None:
         manifest = save(storage, "a")
-        assert remove(_Full(storage.url), manifest)
+        assert not remove(_Full(storage.url), manifest)
         assert not keys(storage)
 
     def test_of_a_checkpoint_that_somebody_has_removed_by_hand_is_done(self, storage: Storage) -> None:
         manifest = save(storage, "a")
         storage.delete(keys(storage))
-        assert remove_or_explain(storage, manifest) == ""
+        assert remove(storage, manifest) == ""
 
 
 class TestLeftovers:
@@ -177,6 +176,26 @@ class TestLeftovers:
         before = {key: storage.read(key) for key in keys(storage)}
         sweep(storage)
         assert {key: storage.read(key) for key in keys(storage)} == before
+
+    def test_that_cannot_be_removed_are_named_and_the_others_are_removed(
+        self, storage: Storage, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for name in "abc":
+            begin_and_write(storage, attempt_at(storage, name))
+        stuck = _CannotDelete(storage.url)
+        stuck.below = "b/"
+        assert [found.name for found in sweep(stuck).checkpoints] == ["b"]
+        assert {key.partition("/")[0] for key in keys(storage)} == {"b"}
+        assert caplog.messages == [f"an interrupted save left {storage.url}/b, which could not be removed: read-only"]
+
+    def test_are_not_tried_one_after_the_other_while_the_store_is_away(self, storage: Storage) -> None:
+        for name in "abc":
+            begin_and_write(storage, attempt_at(storage, name))
+        away = _CannotDelete(storage.url)
+        away.error = TransientError
+        with pytest.raises(TransientError):
+            sweep(away)
+        assert away.tried == 1
 
     def test_that_somebody_resumes_are_spared(self, storage: Storage) -> None:
         for name in ("resumed", "cut-off"):
@@ -241,6 +260,18 @@ class TestRetention:
         assert is_whole(storage, newest_first[-1])
         assert not caplog.text  # it goes after a later save
 
+    def test_goes_on_where_one_cannot_be_removed_and_names_it_once(
+        self, storage: Storage, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        newest_first = [save(storage, name, sequence=number) for number, name in enumerate("abcd")][::-1]
+        stuck = _CannotDelete(storage.url)
+        stuck.below = "b/"
+        left = apply_retention(ckpt.Keep(last=1), stuck, newest_first, ())
+        assert [manifest.name for manifest in left] == ["d", "b"]
+        assert [manifest.name for manifest in apply_retention(ckpt.Keep(last=1), stuck, left, ())] == ["d", "b"]
+        assert {key.partition("/")[0] for key in keys(storage)} == {"b", "d", HISTORY}
+        assert caplog.messages == [f"ckpt keeps {storage.url}/b, which could not be removed: read-only"]
+
     def test_does_not_count_a_damaged_checkpoint(self, storage: Storage) -> None:
         newest_first = [save(storage, name, sequence=number) for number, name in enumerate("abc")][::-1]
         left = apply_retention(ckpt.Keep(last=1), storage, newest_first, {"c"})
@@ -257,7 +288,7 @@ def _removals_cut_off_at_every_call(new_storage: Callable[[], Storage]) -> Itera
         return storage
 
     def remove_it(storage: Storage) -> None:
-        assert remove(storage, manifests[storage.url])
+        assert not remove(storage, manifests[storage.url])
 
     for storage in cut_off_at_every_call(prepare, remove_it):
         yield storage, manifests[storage.url]
@@ -285,8 +316,18 @@ class _NeverLocked(PassedOn):
 
 
 class _CannotDelete(PassedOn):
+    """Nothing below a prefix can be deleted."""
+
+    below = ""
+    error: type[ckpt.StorageError] = ckpt.StorageError
+    tried = 0
+
     def delete(self, keys: Iterable[str]) -> None:
-        raise ckpt.StorageError("read-only")
+        there = list(keys)
+        if any(key.startswith(self.below) for key in there):
+            self.tried += 1
+            raise self.error("read-only")
+        super().delete(there)
 
 
 class _Full(PassedOn):

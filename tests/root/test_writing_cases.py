@@ -40,8 +40,8 @@ from ckpt.root import open as opening
 from ckpt.root.catalog import DAY, MARKER, History, SaveMarker, Summary, find, mark_save
 from ckpt.root.deletion import (
     apply_retention,
+    remove,
     remove_all,
-    remove_or_explain,
     set_aside_uncommitted,
     sweep,
     was_cut_off,
@@ -665,7 +665,7 @@ class TestCopies:
             copies.copy(made[1])
             assert [name for name in "ab" if find(target, name).committed] == left
             copies.close()
-        assert caplog.text.count("could not remove old copies: read-only") == 1
+        assert caplog.text.count("which could not be removed: read-only") == 1
 
     def test_who_does_not_lead_locks_and_sweeps_nothing_and_sends_its_own_files(self, root: MemoryStorage) -> None:
         target = new()
@@ -946,17 +946,17 @@ class TestDeleting:
         summary = Summary.of(made)
         for what in (made, summary):
             with root.lock("a", shared=True):
-                assert remove_or_explain(root, what) == "is being read"
-            assert remove_or_explain(root, replace(what, id="other")) == "was saved again in the meantime"
+                assert remove(root, what) == "is being read"
+            assert remove(root, replace(what, id="other")) == "was saved again in the meantime"
         assert is_whole(root, made)
         kept = {key: root.read(key) for key in keys(root)}
         for name in (FILE_NAME, COPY_NAME):
             root.write(f"a/{name}", [b"x"])
-        assert remove_or_explain(root, summary).startswith("has a manifest that ckpt can't read")
+        assert remove(root, summary).startswith("has a manifest that ckpt can't read")
         for key, data in kept.items():
             root.write(key, [data])
         mark_save(root, "a", ["new"], [], "of a save")
-        assert remove_or_explain(root, made).startswith("is being saved again, or such a save was interrupted")
+        assert remove(root, made).startswith("is being saved again, or such a save was interrupted")
         mark_save(root, "b", [], [], "x")
         root.delete([f"a/{MARKER}", f"b/{MARKER}"])
         root.write("a/left", [b"x"])
@@ -972,7 +972,7 @@ class TestDeleting:
             root.write(f"a/{name}", [b"x"])
         left = apply_retention(ckpt.Keep(last=1), root, listed, ())
         assert [summary.name for summary in left] == ["c", "a"]
-        assert "a, because it has a manifest that ckpt can't read" in caplog.text
+        assert "a, which has a manifest that ckpt can't read" in caplog.text
         assert {past.summary.name for past in History.of(root).saves} == {"a", "b", "c"}
         caplog.clear()
         apply_retention(ckpt.Keep(last=1), root, left, ())

@@ -415,7 +415,7 @@ class TestRetention:
         save(writer, "b")
         writer.retain()
         assert (Working.told, names(tmp_path)) == ([True], ["b", "a"])
-        assert "could not remove old checkpoints: read-only" in caplog.text
+        assert "which could not be removed: read-only" in caplog.text
         writer.close()
         assert mirror.is_closed
         assert Working.told == [True] * 3
