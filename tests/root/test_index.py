@@ -126,7 +126,7 @@ class TestIndex:
             run.save_state("newest", wait=True)
         assert f"step-0000/{FILE_NAME}" in objects.content
         assert f"step-0001/{FILE_NAME}" not in objects.content
-        assert "step-0000, because it has a manifest that ckpt can't read" in caplog.text
+        assert "step-0000, which has a manifest that ckpt can't read" in caplog.text
 
 
 class TestResume:
