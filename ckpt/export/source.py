@@ -157,8 +157,9 @@ def open_checkpoint(checkpoint: OneCheckpoint, part: str, trust: Trust) -> Itera
 
 def _is_written_by(table: ShardTable, file: TensorFile, name: str) -> bool:
     """Whether a file of a united part is of a rank that was to write the tensor: others have bytes of their own."""
-    spec = table.tensors.get(name)
-    return spec is not None and (rank_of(file.where) or MAIN) in spec.writers()
+    spec, rank = table.tensors.get(name), rank_of(file.where)
+    ranks = (MAIN,) if rank is None else range(rank, rank + table.together)
+    return spec is not None and not spec.writers().isdisjoint(ranks)
 
 
 def _check_table(tensors: Mapping[str, PiecedTensor], table: ShardTable, where: str) -> None:

@@ -388,6 +388,11 @@ def spread_file(key: str, rank: int, *, aside: str = "") -> str:
     return whole_file(f"{key}/{rank:05d}", aside=aside)
 
 
+def tensor_files_of(key: str, rank: int) -> tuple[str, str]:
+    """The files in which a rank writes tensors of a part alone: its shards, and what not all ranks have."""
+    return spread_file(key, rank), whole_file(own_key(key, rank))
+
+
 def main_file(name: str) -> str:
     """The file that a tensor file stands beside: `model.safetensors` for `model+frozen.safetensors`, and for itself."""
     return whole_file(name.removesuffix(SUFFIX).partition(_ASIDE)[0])

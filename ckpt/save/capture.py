@@ -327,7 +327,8 @@ class CapturedState:
             table = replace(part.table, together=self.together.get(key, 1))
             values[key] = {**_value(part), "spread": table.to_json()}
         for key, united in self.united.items():
-            values[key] = {**values.get(key, {}), **united}
+            together = {"together": self.together[key]} if key in self.together else {}
+            values[key] = {**values.get(key, {}), **united, "spread": {**united["spread"], **together}}
         for key, differs in self.differs.items():
             if key in values:
                 values[key]["differs"] = differs

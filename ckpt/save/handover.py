@@ -1,9 +1,10 @@
 """Files that ranks of a host write together: the first of them writes, and the others hand it their shards.
 
 Under FSDP, the rows of neighbouring ranks follow each other, and so do those of the ranks of a host. Under tensor
-parallelism, their columns lie side by side. Their file has one entry for each tensor, as any safetensors file, and
-reads as if one rank had held all of it. The bytes go through local sockets, in the order of the file: the one that
-writes holds no more of them than a few megabytes, and puts columns together row by row.
+parallelism, their columns lie side by side; the stages of a pipeline have other tensors. Their file has one entry for
+each tensor, as any safetensors file, and reads as if one rank had held all of it. The bytes go through local sockets,
+in the order of the file: the one that writes holds no more of them than a few megabytes, and puts columns together row
+by row.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -25,12 +27,12 @@ from ckpt.errors import RanksError
 from ckpt.formats.layout import Box
 from ckpt.formats.native import tensor_file
 from ckpt.formats.native.manifest import digest
-from ckpt.formats.native.shard_table import ShardTable, bands, joined_box, shares
-from ckpt.formats.tensors import FilePlan, Shard, host_bytes, narrowed
+from ckpt.formats.native.shard_table import ShardedState, ShardTable, bands, joined_box, shares
+from ckpt.formats.tensors import FilePlan, PartState, Shard, host_bytes, narrowed
 from ckpt.ranks.consensus import FollowingError, Ranks
 from ckpt.ranks.find import ranks_per_host
 from ckpt.ranks.store_and_heartbeats import LivenessWatch, format_ranks
-from ckpt.root.catalog import part_of, spread_file
+from ckpt.root.catalog import part_of, spread_file, tensor_files_of
 from ckpt.save.capture import CapturedState
 
 # Bytes of a file that several ranks write together; larger shards are files of their own. One rank writes all of it.
@@ -43,12 +45,15 @@ _PAUSE = 0.005
 _RANK = struct.Struct("<i")
 
 
-def offer(captured: CapturedState, world_size: int) -> dict[str, Any]:
-    """What this rank could write together with others of its host, and who these are. Empty if there are none."""
+def offer(captured: CapturedState, tables: Mapping[str, ShardTable], world_size: int) -> dict[str, Any]:
+    """What this rank could write together with others of its host, and who these are. Empty if there are none.
+
+    `tables`: by part, which rank writes which shards.
+    """
     size = ranks_per_host() or 1  # with consecutive numbers, or they are not near each other
     if size == 1 or not (where := _near()):
         return {}
-    return {"near": f"{size}/{where}", "parts": _offered(captured, size, world_size)}
+    return {"near": f"{size}/{where}", "parts": _offered(captured, tables, size, world_size)}
 
 
 def plan_together(offers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -85,23 +90,29 @@ def group_of(rank: int, size: int, world_size: int) -> range:
     return range(first, min(first + size, world_size))
 
 
-def _offered(captured: CapturedState, size: int, world_size: int) -> dict[str, tuple[int, list[int]]]:
+def _offered(
+    captured: CapturedState, tables: Mapping[str, ShardTable], size: int, world_size: int
+) -> dict[str, tuple[int, list[int]]]:
     """The parts whose shards ranks of a host could write as one file: how many bytes this rank has of each, and how
     many ranks could.
 
     Not those with frozen tensors, whose file is linked by each rank, nor with tensors that share memory.
     """
     counts = [count for count in range(size, 1, -1) if size % count == 0]
-    plans = {file.path: file for file in captured.rank_files}
+    parts: Mapping[str, PartState | ShardedState] = {**captured.parts, **captured.gathered, **captured.sharded}
+    frozen = {key for key, part in parts.items() if part.frozen}
+    aside = {
+        part_of(file.path)
+        for file in captured.rank_files
+        if file.path != spread_file(part_of(file.path), captured.rank)
+    }
     found = {}
-    for key, part in captured.sharded.items():
-        plan = plans.get(spread_file(key, captured.rank))
-        alone = sum(part_of(path) == key for path in plans) == (plan is not None)
-        expected = _shares_of(part.table, captured.rank)
-        if alone and not part.frozen and expected == _stored(plan):
+    for key, table in tables.items():
+        mine = WrittenShards.of(captured, key, table, {})
+        if key not in frozen | aside and mine.are_complete:
             groups = {count: group_of(captured.rank, count, world_size) for count in counts}
-            fitting = [count for count, ranks in groups.items() if _are_boxes(part.table, ranks)]
-            found[key] = (sum(size for _, size in expected), fitting)
+            fitting = [count for count, ranks in groups.items() if _are_boxes(table, ranks)]
+            found[key] = (sum(size for _, size in mine.wanted), fitting)
     return {key: offer for key, offer in found.items() if offer[1]}
 
 
@@ -122,11 +133,6 @@ def _outlines(table: ShardTable, boxes: Mapping[str, Box]) -> dict[str, Shard]:
     }
 
 
-def _stored(plan: FilePlan | None) -> list[tuple[str, int]]:
-    contents = plan.contents or () if plan is not None else ()
-    return [(content[0], content[1].nbytes) for content in contents if isinstance(content, tuple)]
-
-
 def _are_boxes(table: ShardTable, ranks: range) -> bool:
     """Whether the shards that these ranks have of each tensor are one box of it."""
     return all(joined_box(spec, ranks) is not None or not shares(spec, ranks) for spec in table.tensors.values())
@@ -140,10 +146,10 @@ class _Source(Protocol):
 
 
 class _Own:
-    """Those of this rank, from the file that it would have written."""
+    """Those of this rank, from where they are."""
 
-    def __init__(self, plan: FilePlan | None) -> None:
-        self._pieces = shard_bytes(plan)
+    def __init__(self, pieces: Iterator[memoryview]) -> None:
+        self._pieces = pieces
         self._rest = memoryview(b"")
 
     def take(self, size: int) -> Iterator[memoryview]:
@@ -154,10 +160,59 @@ class _Own:
             yield view
 
 
-def shard_bytes(plan: FilePlan | None) -> Iterator[memoryview]:
-    """The bytes of a file after its head."""
-    head = plan.head if plan is not None else 0
-    for piece in plan.pieces() if plan is not None else ():
+@dataclass(frozen=True)
+class WrittenShards:
+    """The shards of a part that a rank writes, in the files that it would write alone: the one of its shards, and the
+    one of what it writes for ranks that have other tensors. `wanted`: their names and sizes, in the order in which all
+    ranks of the host have them; `stored`: those of each file, in its order."""
+
+    wanted: Sequence[tuple[str, int]]
+    files: Sequence[FilePlan]
+    stored: Sequence[Sequence[tuple[str, int]]]
+
+    @classmethod
+    def of(
+        cls, captured: CapturedState, key: str, table: ShardTable, snapshot: Mapping[str, FilePlan]
+    ) -> WrittenShards:
+        spread, own = tensor_files_of(key, captured.rank)
+        live = {file.path: file for file in (*captured.rank_files, *captured.diverged_files)}
+        replicas = captured.replicas.get(key)
+        contents = {spread: live[spread].contents} if spread in live else {}
+        if own in live and replicas is not None:  # that of a snapshot has all of them
+            contents[own] = live[own].contents or replicas.file.contents
+        stored = [
+            [(content[0], content[1].nbytes) for content in found or () if isinstance(content, tuple)]
+            for found in contents.values()
+        ]
+        files = [snapshot.get(path, live[path]) if path == spread else live[path] for path in contents]
+        return cls(_shares_of(table, captured.rank), files, stored)
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether the files have all of them, in their order, and nothing that would be a view of another one."""
+        place = {entry: number for number, entry in enumerate(self.wanted)}
+        found = [[place[entry] for entry in each if entry in place] for each in self.stored]
+        return all(each == sorted(each) for each in found) and sorted(chain(*found)) == [*range(len(place))]
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Their bytes. What a file has beside them is passed over."""
+        sources = [
+            (_Own(_after_head(file)), iter(stored)) for file, stored in zip(self.files, self.stored, strict=True)
+        ]
+        number = {name: index for index, stored in enumerate(self.stored) for name, _ in stored}
+        for name, size in self.wanted:
+            source, stored = sources[number[name]]
+            for other, passed in stored:
+                if other == name:
+                    break
+                for _ in source.take(passed):
+                    pass
+            yield from source.take(size)
+
+
+def _after_head(file: FilePlan) -> Iterator[memoryview]:
+    head = file.head
+    for piece in file.pieces():
         skipped = min(head, len(piece))
         head -= skipped
         if skipped < len(piece):
@@ -224,13 +279,12 @@ def _require_alive(channel: Ranks, ranks: list[int], watch: LivenessWatch, call:
 
 @dataclass(frozen=True)
 class Handover:
-    """How the ranks of a group write together in one save. `tables`: of the parts, by key. `plans`: of this rank's own
-    files of these, by key, as it would write them alone."""
+    """How the ranks of a group write together in one save. `tables` and `mine`: of the parts, by key."""
 
     channel: Ranks
     ranks: range
     tables: Mapping[str, ShardTable]
-    plans: Mapping[str, FilePlan]
+    mine: Mapping[str, WrittenShards]
     token: str
     call: str
 
@@ -258,7 +312,7 @@ class Handover:
         itemsize = {name: spec.dtype.itemsize for name, spec in table.tensors.items()}
 
         def pieces() -> Iterator[memoryview]:
-            sources: dict[int, _Source] = {**links, writer: _Own(self.plans.get(key))}
+            sources: dict[int, _Source] = {**links, writer: _Own(self.mine[key].pieces())}
             for name in order:
                 for band in bands(table.tensors[name], self.ranks):
                     yield from rows_of(boxes[name], band, sources, itemsize[name])
@@ -272,7 +326,7 @@ class Handover:
             link = _Link(self.channel, [writer], connected, self.call)
             link.send(memoryview(_RANK.pack(self.channel.rank)))
             for key in self.tables:
-                for piece in shard_bytes(self.plans.get(key)):
+                for piece in self.mine[key].pieces():
                     link.send(piece)
 
     @property

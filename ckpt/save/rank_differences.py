@@ -333,6 +333,13 @@ class UnitedPart:
         """Its entry in `state.json`."""
         return {"class": self.kind, "state": self.values, "spread": self.table.to_json(), "united": True}
 
+    @property
+    def by_others(self) -> ShardTable:
+        """Its table without what the main rank writes in one file, in any case."""
+        alone = Layout.of_one(MAIN)
+        rest = {name: spec for name, spec in self.table.tensors.items() if not (self.by_main and spec.layout == alone)}
+        return ShardTable(rest)
+
     @cached_property
     def _writers(self) -> dict[int, list[str]]:
         found: dict[int, list[str]] = {}

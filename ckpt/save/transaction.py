@@ -21,11 +21,12 @@ from ckpt.errors import FullError, RanksError, StorageError
 from ckpt.formats.layout import Members
 from ckpt.formats.native.documents import LONGEST_JOINED, joined_file, joined_name, rank_document
 from ckpt.formats.native.manifest import FileRecord, Manifest
+from ckpt.formats.native.shard_table import ShardTable
 from ckpt.formats.tensors import FilePlan
 from ckpt.ranks.consensus import MAIN, Other, Ranks, Result, Value, decide_together
 from ckpt.ranks.store_and_heartbeats import format_ranks
 from ckpt.root import deletion
-from ckpt.root.catalog import Summary, spread_file
+from ckpt.root.catalog import Summary, spread_file, tensor_files_of
 from ckpt.root.write_link_commit import Attempt, WrittenFile
 from ckpt.save.capture import CapturedState, ComparisonHistory, LiveState, with_diverged_state
 from ckpt.save.rank_description import RankDescription, SplitDetails, join_details, outlines_match
@@ -214,6 +215,7 @@ class SaveTransaction:
     number: int = 0  # in the sequence of all that the run captures, for its root and for memory
     _live: Result[LiveState] = field(default_factory=Result)
     _description: RankDescription | None = None
+    _tables: Mapping[str, ShardTable] = field(default_factory=dict)  # of the parts that ranks may write together
 
     @property
     def detached(self) -> bool:
@@ -379,7 +381,8 @@ class SaveTransaction:
 
         def decide(answers: list[dict[str, Any]]) -> dict[str, Any]:
             judged.append(judge(join_details(answers)))
-            return judged[0].to_json()
+            united = judged[0].united if self._may_write_together and self.root.hands_over else {}
+            return {**judged[0].to_json(), "tables": {key: part.by_others.to_json() for key, part in united.items()}}
 
         said = mine.then(
             lambda split: split.answer(speaks=self.channel.speaks_for(split.digest), attended=self.attended)
@@ -396,6 +399,9 @@ class SaveTransaction:
         diverged = Result.capture(lambda: with_diverged_state(captured, own, writes, self._snapshot_files))
         self.captured = diverged.then(lambda state: state.but(differs=verdict["differs"], united=united))
         self._report_differences(verdict["differs"])
+        tables = {key: part.table for key, part in captured.sharded.items()}
+        tables |= {key: ShardTable.from_json(table) for key, table in verdict["tables"].items()}
+        self._tables = {key: table for key, table in tables.items() if key not in verdict["differs"]}
         proposal = self.captured.then(lambda state: self._proposal(state, compare=False))
         plan = self._agree(proposal, self._plan, " (differences saved)")
         assert plan is not None  # nothing is compared any more
@@ -425,6 +431,8 @@ class SaveTransaction:
     def _proposal(self, captured: CapturedState, *, compare: bool = True) -> dict[str, Any]:
         """What the main rank must know of this rank to plan the save."""
         several = compare and self.root.ranks.world_size > 1
+        if compare:
+            self._tables = {key: part.table for key, part in captured.sharded.items()}
         own, is_joined = self._own_documents, self._is_joined(captured)
         if self._joins:  # before this rank answers, so that it is there when the plan is made
             self.channel.leave(LEFT, _packed(captured.document if is_joined else b""))
@@ -434,7 +442,7 @@ class SaveTransaction:
             "paths": [file.path for file in (*own, *captured.rank_files, *captured.diverged_files)],
             "outline": self._described(captured).outline if several else {},
             "size": captured.unlinked_size(self.root.links.sizes) if self.request.check_room else 0,
-            **(self._offer(captured) if compare else {}),
+            **self._offer(captured),
             "present": self.root.files_of(self.request.name) if self._owns_another_root else [],
         }
 
@@ -469,15 +477,19 @@ class SaveTransaction:
             plan |= {"paths": paths, "documents": documents}
         return plan
 
-    def _offer(self, captured: CapturedState) -> dict[str, Any]:
-        """What this rank could write together with others of its host, and who these are."""
+    @property
+    def _may_write_together(self) -> bool:
         root = self.root
         is_apart = root.hosts.separate_roots or root.ranks.members is not None
-        if root.ranks.world_size <= TOGETHER or is_apart or isinstance(root.storage, Staging | Reserving):
+        return root.ranks.world_size > TOGETHER and not is_apart and not isinstance(root.storage, Staging | Reserving)
+
+    def _offer(self, captured: CapturedState) -> dict[str, Any]:
+        """What this rank could write together with others of its host, and who these are."""
+        if not self._may_write_together:
             return {}
         from ckpt.save.handover import offer  # a job of few ranks needs none of it
 
-        return offer(captured, root.ranks.world_size)
+        return offer(captured, self._tables, self.root.ranks.world_size)
 
     def _plan_together(self, proposals: list[dict[str, Any]]) -> dict[str, Any]:
         if not self.root.hands_over or not all("near" in proposal for proposal in proposals):
@@ -496,13 +508,15 @@ class SaveTransaction:
         from ckpt.save import handover
 
         captured, ranks = self.captured.get(), self.root.ranks
-        plans = {file.path: file for file in captured.rank_files}
-        own = {key: spread_file(key, ranks.rank) for key in plan["parts"]}
+        tables = {key: self._tables[key] for key in plan["parts"]}
         handing = handover.Handover(
             self.channel,
             handover.group_of(ranks.rank, plan["together"], ranks.world_size),
-            {key: captured.sharded[key].table for key in own},
-            {key: self._snapshot_files.get(path, plans[path]) for key, path in own.items() if path in plans},
+            tables,
+            {
+                key: handover.WrittenShards.of(captured, key, table, self._snapshot_files)
+                for key, table in tables.items()
+            },
             plan["token"],
             f"save_state({self.request.name!r})",
         )
@@ -550,9 +564,9 @@ class SaveTransaction:
         mine = [*self._own_documents, *self._joined_files(plan)]
         self.documents = [*self.documents, *mine]
         live = [*captured.files, *(self.documents if captured.writes_common else mine)]
-        handed_over = {spread_file(key, captured.rank) for key in plan.get("parts", ())}
-        live = [file for file in live if file.path not in handed_over]
+        handed_over = {path for key in plan.get("parts", ()) for path in tensor_files_of(key, captured.rank)}
         files = [*(self._snapshot_files.get(file.path, file) for file in live), *captured.diverged_files]
+        files = [file for file in files if file.path not in handed_over]
         return attempt.write(self.root.storage, [*for_host, *files], self.root.links.files, show=self._shows)
 
     def _shows(self) -> bool:
@@ -589,7 +603,7 @@ def _paths_of_ranks(proposals: list[dict[str, Any]], together: Mapping[str, Any]
     paths = [path for proposal in proposals for path in proposal["paths"]]
     size, there = together.get("together", 1), {*paths}
     for key in together.get("parts", ()):
-        own = {path: rank for rank in range(len(proposals)) if (path := spread_file(key, rank)) in there}
+        own = {path: rank for rank in range(len(proposals)) for path in tensor_files_of(key, rank) if path in there}
         paths = [path for path in paths if path not in own]
         paths += dict.fromkeys(spread_file(key, rank - rank % size) for rank in own.values())
     return paths

@@ -136,7 +136,7 @@ class ShardTable:
             if manifest and sum(spec.shards for spec in rows.values()) * _LEAST_ENTRY > manifest.size + _ALWAYS_READ:
                 raise ValueError("the table lists more shards than the checkpoint's files can hold")
             together = fields.get("together", 1)
-            most = 1 + max((max(layout.ranks) for layout in layouts.values()), default=0)
+            most = world_size or 1 + max((max(layout.ranks) for layout in layouts.values()), default=0)
             if type(together) is not int or not 1 <= together <= most:
                 raise ValueError(f"{together!r} ranks can't write a file together")
             return cls(rows, dict(fields["aliases"]), together)

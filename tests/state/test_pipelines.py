@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import ckpt
-from tests.helpers.pipelines import LAYERS, WAYS, Job, digest, missing, read, without_layer, write
+from tests.helpers.pipelines import LAYERS, WAYS, Block, Job, Net, digest, missing, read, without_layer, write
 from tests.helpers.processes import run_ranks
+from tests.save.test_handover import as_if_many, tensor_files
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +26,9 @@ def _manager(root: str, job: Job) -> ckpt.StateManager:
     return ckpt.StateManager(root, model=model, optimizer=optimizer, ranks=RANKS)
 
 
-def _save(rank: int, folder: str) -> None:
+def _save(rank: int, folder: str, hosts_of: int = 1) -> None:
+    if hosts_of > 1:
+        as_if_many(hosts_of)
     for way in SAVED:
         job = WAYS[way](1)
         with _manager(f"{folder}/{way}", job) as manager:
@@ -126,3 +130,65 @@ def test_a_pipeline_is_loaded_into_any_other_split(tmp_path: Path) -> None:
     merged = {name: digest(tensor) for name, tensor in load_file(tmp_path / "merged.safetensors").items()}
     assert len(merged) == 4 * LAYERS
     assert not missing(merged, read(str(tmp_path), "pp2-fsdp"))
+
+
+@pytest.mark.parametrize("hosts_of", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_the_ranks_of_a_host_write_one_file_for_each_part_whatever_their_stages_are(
+    tmp_path: Path, hosts_of: int
+) -> None:
+    run_ranks(4, _save, str(tmp_path), hosts_of)
+    for way in SAVED:
+        files = tensor_files(str(tmp_path / way), "saved")
+        hosts, stage = (
+            range(0, 4, hosts_of),
+            {"pp": 1, "pp2": 2}.get(way, 0),
+        )  # ranks of the first stage, if it is whole
+        writers = [first for first in hosts if first + hosts_of > stage]
+        spread = [f"{part}/{rank:05d}.safetensors" for part in ("model", "optimizer") for rank in writers]
+        whole = ["model.safetensors", "optimizer.safetensors"] if stage else []
+        assert sorted(files) == sorted([*spread, *whole]), way
+        assert ckpt.verify(tmp_path / way) == {"saved": []}
+    run_ranks(4, _load, str(tmp_path), {way: way for way in SAVED})
+    run_ranks(2, _load, str(tmp_path), {"pp": "pp2", "pp2-fsdp": "pp2", "pp2-tp": "fsdp"})
+    _load(0, str(tmp_path), dict.fromkeys(SAVED, "whole"))
+    for way in ("pp", "pp2-fsdp"):
+        ckpt.merge(tmp_path / way / "saved", tmp_path / f"{way}.safetensors")
+        merged = {name: digest(tensor) for name, tensor in load_file(tmp_path / f"{way}.safetensors").items()}
+        assert len(merged) == 4 * LAYERS
+        assert not missing(merged, read(str(tmp_path), way))
+
+
+def _save_apart(rank: int, folder: str, how: str) -> None:
+    as_if_many(2)
+    part = Net(1).part(rank % 2, 2)
+    for layer in part.layers.values():
+        assert isinstance(layer, Block)
+        if how == "tied":
+            layer.down.weight = layer.up.weight
+        else:
+            layer.register_buffer("seen", torch.full((3,), rank))
+    job = Job([part], lambda inputs, targets: torch.autograd.backward(part(inputs).mean()))
+    with _manager(folder, job) as manager:
+        job.step(0)
+        manager.save_state("saved", wait=False)
+        before = job.digests()
+        job.step(1)
+        manager.load_state("saved")
+        assert job.digests() == before
+
+
+@pytest.mark.parametrize("how", ["tied", "different"])
+def test_a_part_whose_tensors_share_memory_or_differ_between_ranks_stays_in_files_of_each_rank(
+    tmp_path: Path, how: str
+) -> None:
+    root = str(tmp_path / "run")
+    run_ranks(4, _save_apart, root, how)
+    of_model = [path for path in tensor_files(root, "saved") if path.startswith("model")]
+    assert of_model[:2] == [
+        "model-own-00001.safetensors",
+        f"model-own-0000{2 if how == 'different' else 3}.safetensors",
+    ]
+    assert not [path for path in of_model if path.startswith("model/")]
+    written = ["optimizer.safetensors", "optimizer/00000.safetensors", "optimizer/00002.safetensors"]
+    assert [path for path in tensor_files(root, "saved") if path.startswith("optimizer")] == written
+    assert ckpt.verify(root) == {"saved": []}
