@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import click
 
 from ckpt.cli.output import checkpoint_or_path, echo
+from ckpt.root.deletion import FAILED
 from ckpt.root.retention import Keep
 from ckpt.storage import HubStorage, open_storage
 from ckpt.tools.prune import Plan, Pruned
@@ -96,6 +97,8 @@ def prune(
         if name in done.spared:
             echo(f"{name} is kept: {one_line(done.spared[name])}")
     echo(f"removed {_total(done)}")
+    if any(why.startswith(FAILED) for why in done.spared.values()):
+        raise SystemExit(1)
     if isinstance(storage, HubStorage) and squash:
         storage.squash_history()
         echo(f"{storage.url} has one commit now: older ones, and what only they had, are forgotten")

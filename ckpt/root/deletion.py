@@ -44,7 +44,7 @@ from ckpt.util.threads import in_parallel
 _log = logging.getLogger("ckpt")
 Listed = TypeVar("Listed", Manifest, Summary)
 _IN_USE = "is being read"
-_FAILED = "could not be removed"
+FAILED = "could not be removed"
 _UNKNOWN = "has a manifest that ckpt can't read, so its files are unknown"
 _TO_CLEAN_UP = 10.0  # seconds: what is left is swept before a later save
 _REMOVERS = 8  # threads that remove checkpoints from an object store
@@ -70,7 +70,7 @@ def sweep(
         if name not in spared and (age is None or _is_older(storage, name, age)):
             why = remove_uncommitted(storage, name)
             if why:  # a later save tries again
-                level = logging.WARNING if why.startswith(_FAILED) else logging.DEBUG
+                level = logging.WARNING if why.startswith(FAILED) else logging.DEBUG
                 _log.log(level, "an interrupted save left %s/%s, which %s", storage.url, name, why)
     storage.sweep(age=age)
     if marked:
@@ -114,7 +114,7 @@ def _or_explained(remove: Callable[[], str]) -> str:
     except TransientError:
         raise
     except StorageError as error:
-        return f"{_FAILED}: {error}"
+        return f"{FAILED}: {error}"
 
 
 def remove_uncommitted(storage: Storage, name: str, committed: Manifest | None = None) -> str:
@@ -247,9 +247,9 @@ def apply_retention(
         _remember(history or History(storage), gone, newest_first)
     reasons = remove_all(storage, [(known or {}).get(checkpoint.name, checkpoint) for checkpoint in gone])
     for name, reason in reasons.items():
-        if reason.startswith((_UNKNOWN, _FAILED)) and (storage.url, name) not in _warned:
+        if reason.startswith((_UNKNOWN, FAILED)) and (storage.url, name) not in _warned:
             _warned.add((storage.url, name))
-            _log.warning("ckpt keeps %s/%s, which %s", storage.url, name, reason)
+            _log.warning("ckpt left %s/%s, which %s", storage.url, name, reason)
     return [checkpoint for checkpoint in newest_first if reasons.get(checkpoint.name) != ""]
 
 
@@ -301,7 +301,9 @@ def set_aside_uncommitted(storage: Storage) -> list[str]:
         except LockedError:
             return []
         for name in cut_off:
-            remove_uncommitted(storage, name)
+            why = remove_uncommitted(storage, name)
+            if why.startswith(FAILED):
+                raise StorageError(f"{storage.url}/{name}, which an interrupted save left, {why}")
             _rename(storage, name)
     return cut_off
 

@@ -182,7 +182,7 @@ def remove_checkpoint(storage: Storage, held: HeldRoot | None, name: str) -> Non
         (held.history if held else History(storage)).store([manifest])
         why = deletion.remove(storage, manifest)
         if why:
-            _log.warning("ckpt keeps %s/%s, which %s", storage.url, name, why)
+            _log.warning("ckpt left %s/%s, which %s", storage.url, name, why)
         elif held:
             held.discard(name)
 

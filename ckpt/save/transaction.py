@@ -62,12 +62,17 @@ def make_room(root: RootWriter, name: str, facts: Mapping[str, Any], size: int) 
     oldest_first = _removable(root, held, name, facts)
     freed = sum(_own_bytes(Path(storage.place, summary.name)) for summary in oldest_first)
     if size <= free + freed:
-        _remove(held, storage, oldest_first, size, name)
-    elif filesystem_type(storage.place) not in _COMPRESSING:
+        left = _remove(held, storage, oldest_first, size, name)
+        more, outcome = f", and ckpt could not make room: {left}", "Nothing was written."
+        if not left:
+            return
+    else:
         more = f", and {format_size(freed)} in checkpoints that Keep would remove" if freed else ""
+        outcome = "Nothing was written or removed."
+    if filesystem_type(storage.place) not in _COMPRESSING:
         raise FullError(
             f"{storage.url}/{name} needs {format_size(size)}, but only {format_size(free)} is free there{more}. "
-            "Nothing was written or removed. Free some space, or keep fewer checkpoints: keep=ckpt.Keep(last=...)."
+            f"{outcome} Free some space, or keep fewer checkpoints: keep=ckpt.Keep(last=...)."
         )
 
 
@@ -105,14 +110,20 @@ def _own_bytes(folder: Path) -> int:
     return total
 
 
-def _remove(held: HeldRoot, storage: LocalStorage, oldest_first: list[Summary], size: int, name: str) -> None:
+def _remove(held: HeldRoot, storage: LocalStorage, oldest_first: list[Summary], size: int, name: str) -> str:
+    """Remove so many that there is room. Returns why some are left, if there is none."""
     held.history.store(held.committed)
+    left = []
     for summary in oldest_first:
         if size <= (_free(storage.place) or 0):
-            break
-        if not deletion.remove(storage, summary):
+            return ""
+        why = deletion.remove(storage, summary)
+        if why:
+            left.append(f"{summary.name} {why}")
+        else:
             held.discard(summary.name)
             _log.info("removed %s/%s to make room for %s", storage.url, summary.name, name)
+    return "" if size <= (_free(storage.place) or 0) else "; ".join(left)
 
 
 # The reports of all ranks on the files that they have written, joined on the main rank.
@@ -485,7 +496,7 @@ class SaveTransaction:
 
     def _offer(self, captured: CapturedState) -> dict[str, Any]:
         """What this rank could write together with others of its host, and who these are."""
-        if not self._may_write_together:
+        if not self._may_write_together or captured.gathered:  # in a gather, all ranks wait for each other
             return {}
         from ckpt.save.handover import offer  # a job of few ranks needs none of it
 

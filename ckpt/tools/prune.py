@@ -5,6 +5,7 @@ Imports no torch, for the command line.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -21,6 +22,8 @@ from ckpt.root.verify import size_problems, without_other_hosts
 from ckpt.storage import Entry, Staging, Storage, Unfinished, open_storage
 from ckpt.util.console import format_duration, format_size, html_table
 from ckpt.util.option_values import is_number, said, settings
+
+_log = logging.getLogger("ckpt")
 
 GRACE = 24 * 3600.0  # seconds
 
@@ -153,6 +156,9 @@ class Plan:
             History(self.storage).store(self.going)
         reasons = deletion.remove_all(self.storage, self.going)
         spared |= {name: reason for name, reason in reasons.items() if reason}
+        for name, why in spared.items():
+            if why.startswith(deletion.FAILED):
+                _log.warning("ckpt left %s/%s, which %s", self.storage.url, name, why)
         gone = {name: self.outcome.removed[name] for name, reason in reasons.items() if not reason}
         if isinstance(self.storage, Staging):
             self.storage.settle()

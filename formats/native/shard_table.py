@@ -77,12 +77,14 @@ def joined_box(spec: ShardSpec, ranks: range) -> Box | None:
     found = [box for _, box in shares(spec, ranks)]
     if len(found) <= 1:
         return found[0] if found else None
+    if spec.copy == EVERY:
+        return None
     starts = [min(box.offsets[dim] for box in found) for dim in range(len(spec.shape))]
     stops = [max(box.offsets[dim] + box.sizes[dim] for box in found) for dim in range(len(spec.shape))]
     sizes = [stop - start for start, stop in zip(starts, stops, strict=True)]
     rows = sorted({(box.offsets[0], box.sizes[0]) for box in found})
     are_bands = all(start + size <= later for (start, size), (later, _) in pairwise(rows))
-    is_box = spec.copy != EVERY and sum(math.prod(box.sizes) for box in found) == math.prod(sizes)
+    is_box = sum(math.prod(box.sizes) for box in found) == math.prod(sizes)
     return Box(tuple(starts), tuple(sizes)) if is_box and are_bands else None
 
 

@@ -270,7 +270,7 @@ class TestRetention:
         assert [manifest.name for manifest in left] == ["d", "b"]
         assert [manifest.name for manifest in apply_retention(ckpt.Keep(last=1), stuck, left, ())] == ["d", "b"]
         assert {key.partition("/")[0] for key in keys(storage)} == {"b", "d", HISTORY}
-        assert caplog.messages == [f"ckpt keeps {storage.url}/b, which could not be removed: read-only"]
+        assert caplog.messages == [f"ckpt left {storage.url}/b, which could not be removed: read-only"]
 
     def test_does_not_count_a_damaged_checkpoint(self, storage: Storage) -> None:
         newest_first = [save(storage, name, sequence=number) for number, name in enumerate("abc")][::-1]

@@ -976,7 +976,7 @@ class TestDeleting:
         assert {past.summary.name for past in History.of(root).saves} == {"a", "b", "c"}
         caplog.clear()
         apply_retention(ckpt.Keep(last=1), root, left, ())
-        assert "ckpt keeps" not in caplog.text  # said once
+        assert "ckpt left" not in caplog.text  # said once
 
     def test_what_cannot_be_ranked_is_said_once_when_it_matters(
         self, root: MemoryStorage, caplog: pytest.LogCaptureFixture

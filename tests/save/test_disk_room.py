@@ -126,3 +126,32 @@ def test_the_newest_intact_one_is_no_room_though_a_newer_one_is_damaged(small: P
     assert resumed == "s1"
     assert "Nothing was written or removed" in refused
     assert left == "{'s1': []}"
+
+
+READ = """
+import sys
+import ckpt
+from ckpt.storage import open_storage
+from torch import nn
+
+root, model = sys.argv[1], nn.Linear(1000, 500)  # 2 MB
+with ckpt.StateManager(root, model=model) as manager:
+    for name in ("s1", "s2"):
+        nn.init.normal_(model.weight)
+        manager.save_state(name)
+with ckpt.StateManager(root, model=model, keep=ckpt.Keep(last=1)) as manager:
+    manager.resume()
+    nn.init.zeros_(model.weight)
+    with open_storage(root).lock("s1", shared=True):
+        try:
+            manager.save_state("s3", wait=True)
+        except ckpt.FullError as error:
+            print(error)
+print(ckpt.verify(root))
+"""
+
+
+def test_what_cannot_be_removed_to_make_room_is_named_before_anything_is_written(small: Path) -> None:
+    refused, left = with_tmpfs(small, 5 << 20, "-c", READ, str(small), cwd=small.parent).run().splitlines()
+    assert "is free there, and ckpt could not make room: s1 is being read. Nothing was written. Free some" in refused
+    assert left == "{'s2': [], 's1': []}"

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 import ckpt
 from ckpt.errors import StorageError
 from ckpt.formats.layout import Box, Layout
-from ckpt.formats.native.shard_table import ShardSpec, bands, joined_box, shares
+from ckpt.formats.native.shard_table import EVERY, ShardSpec, bands, joined_box, shares
 from ckpt.formats.tensors import host_bytes, narrowed
 from ckpt.root.verify import repair
 from ckpt.save import handover, transaction
@@ -156,6 +156,10 @@ def test_the_bytes_of_a_joined_box_are_those_of_the_tensor(
         bytes(piece) for band in bands(spec, ranks) for piece in handover.rows_of(joined, band, sources, 2)
     )
     assert found == bytes(host_bytes(whole))
+
+
+def test_of_what_every_rank_writes_nothing_is_joined() -> None:
+    assert joined_box(ShardSpec(torch.float32, (), Layout((2,), (0, 1), ("R",)), EVERY), range(2)) is None
 
 
 class Bytes:

@@ -192,3 +192,20 @@ def test_a_part_whose_tensors_share_memory_or_differ_between_ranks_stays_in_file
     written = ["optimizer.safetensors", "optimizer/00000.safetensors", "optimizer/00002.safetensors"]
     assert [path for path in tensor_files(root, "saved") if path.startswith("optimizer")] == written
     assert ckpt.verify(root) == {"saved": []}
+
+
+def _save_full(rank: int, folder: str) -> None:
+    as_if_many(2)
+    job = WAYS["pp2-fsdp"](1)
+    options = ckpt.SaveOptions(layout="full")
+    model, optimizer = job.parts[0], job.optimizers[0]
+    with ckpt.StateManager(f"{folder}/run", model=model, optimizer=optimizer, ranks=RANKS, saving=options) as manager:
+        job.step(0)
+        manager.save_state("saved")
+        write(folder, "run", job.digests())
+
+
+def test_in_a_gather_nobody_hands_over_for_all_wait_for_each_other(tmp_path: Path) -> None:
+    run_ranks(4, _save_full, str(tmp_path))
+    assert not [path for path in tensor_files(str(tmp_path / "run"), "saved") if "/" in path]
+    run_ranks(2, _load, str(tmp_path), {"run": "pp2"})

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from torch import nn
 
 import ckpt
 from ckpt.cli.main import main
-from ckpt.storage import open_storage
+from ckpt.storage import LocalStorage, open_storage
 from tests.cli.test_main import flip_a_bit, truncate
 from tests.helpers.hub_server import HubServer
 from tests.helpers.places import intact
@@ -32,7 +32,7 @@ import os, signal, sys
 from ckpt.root.lock import lock_root
 from ckpt.root.write_link_commit import Attempt
 from ckpt.formats.native.manifest import FILE_NAME
-from ckpt.storage import open_storage
+from ckpt.storage import LocalStorage, open_storage
 from contextlib import ExitStack
 
 held = ExitStack()
@@ -59,7 +59,7 @@ held.close()
 _REMOVE = """
 import os, signal, sys
 from ckpt.root import catalog, deletion
-from ckpt.storage import open_storage
+from ckpt.storage import LocalStorage, open_storage
 
 root = open_storage(sys.argv[1])
 delete = root.delete
@@ -259,6 +259,25 @@ class TestCommand:
         ]
         assert re.fullmatch(r"removed 2 checkpoints, \d+\.\d kB", lines[-1])
         assert steps(root) == [4, 2]
+
+    def test_it_goes_on_where_one_cannot_be_removed_and_ends_with_status_1(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        save(tmp_path, [1.0, 1.0, 1.0])
+        delete = LocalStorage.delete
+
+        def refusing(storage: LocalStorage, keys: Iterable[str]) -> None:
+            there = list(keys)
+            if any(key.startswith("step-00000002/") for key in there):
+                raise ckpt.StorageError("not permitted")
+            delete(storage, there)
+
+        monkeypatch.setattr(LocalStorage, "delete", refusing)
+        result = prune(tmp_path, "--keep-last", 1)
+        assert result.exit_code == 1
+        assert "step-00000002 is kept: could not be removed: not permitted" in result.output
+        assert "removed 1 checkpoint, " in result.output
+        assert steps(tmp_path) == [3, 2]
 
     @pytest.mark.slow
     def test_leftovers_that_are_too_young_are_named_with_their_age(self, tmp_path: Path) -> None:
