@@ -6,7 +6,6 @@ import os
 import queue
 import shutil
 import threading
-from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -61,11 +60,18 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+class Wires(dict[tuple[int, int, int], "queue.Queue[bytes]"]):
+    """A queue for each key. Unlike a defaultdict's, it is the same one for two threads that ask for it first."""
+
+    def __missing__(self, key: tuple[int, int, int]) -> queue.Queue[bytes]:
+        return self.setdefault(key, queue.Queue())
+
+
 @dataclass
 class Network:
     """Stands for gloo: what a rank sends to another with a tag is received in that order."""
 
-    wires: dict[tuple[int, int, int], queue.Queue[bytes]] = field(default_factory=lambda: defaultdict(queue.Queue))
+    wires: Wires = field(default_factory=Wires)
     alter: int = -1  # which message is altered on its way
     sent: int = 0
 
