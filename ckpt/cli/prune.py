@@ -94,14 +94,14 @@ def prune(
         click.confirm(f"Remove {_total(plan.outcome)}{forgotten}?", abort=True, err=True)
     done = plan.carry_out()
     for name in (*plan.outcome.removed, *plan.outcome.swept):
-        if name in done.spared:
+        if name in done.spared and not done.spared[name].startswith(FAILED):  # a warning has named those
             echo(f"{name} is kept: {one_line(done.spared[name])}")
     echo(f"removed {_total(done)}")
-    if any(why.startswith(FAILED) for why in done.spared.values()):
-        raise SystemExit(1)
     if isinstance(storage, HubStorage) and squash:
         storage.squash_history()
         echo(f"{storage.url} has one commit now: older ones, and what only they had, are forgotten")
+    if any(why.startswith(FAILED) for why in done.spared.values()):
+        raise SystemExit(1)
 
 
 def _rules(mode: str, **given: int | str | None) -> Keep | None:

@@ -140,8 +140,9 @@ def _copy_intact(copies: Copies, manifests: list[Manifest], trust: Trust, shown:
                 else:
                     say(f"skipped {name}: another process has removed it from {shown} in the meantime")
             except DamagedError as error:
-                deletion.remove_uncommitted(copies.target, name)
-                damaged.append(one_line(str(error)))
+                why = deletion.remove_uncommitted(copies.target, name)
+                left = f" What was copied of it {why}" if why else ""
+                damaged.append(one_line(f"{error}{left}"))
                 kind = type(error)
     if damaged:
         raise kind(f"ckpt could not copy all of {shown}: {' '.join(damaged)}")

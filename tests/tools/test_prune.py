@@ -261,7 +261,7 @@ class TestCommand:
         assert steps(root) == [4, 2]
 
     def test_it_goes_on_where_one_cannot_be_removed_and_ends_with_status_1(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         save(tmp_path, [1.0, 1.0, 1.0])
         delete = LocalStorage.delete
@@ -275,7 +275,8 @@ class TestCommand:
         monkeypatch.setattr(LocalStorage, "delete", refusing)
         result = prune(tmp_path, "--keep-last", 1)
         assert result.exit_code == 1
-        assert "step-00000002 is kept: could not be removed: not permitted" in result.output
+        assert "step-00000002, which could not be removed: not permitted" in caplog.text
+        assert "step-00000002 is kept" not in result.output
         assert "removed 1 checkpoint, " in result.output
         assert steps(tmp_path) == [3, 2]
 
