@@ -158,7 +158,7 @@ def open_checkpoint(checkpoint: OneCheckpoint, part: str, trust: Trust) -> Itera
 def _is_written_by(table: ShardTable, file: TensorFile, name: str) -> bool:
     """Whether a file of a united part is of a rank that was to write the tensor: others have bytes of their own."""
     spec, rank = table.tensors.get(name), rank_of(file.where)
-    ranks = (MAIN,) if rank is None else range(rank, rank + table.together)
+    ranks = (MAIN,) if rank is None else range(rank, rank + table.writing_together(name))
     return spec is not None and not spec.writers().isdisjoint(ranks)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -138,7 +138,7 @@ def _is_gathered(layout: Layout, rank: int) -> bool:
     return layout.holds(MAIN) and layout.copy_of(MAIN) == layout.copy_of(rank)
 
 
-_OF_TENSORS = {"shards", "rank_files", "common_files"}  # what is computed of the parts' tensors alone
+_OF_TENSORS = {"shards", "rank_files", "common_files", "_words"}  # what is computed of the parts' tensors alone
 
 
 @dataclass(frozen=True)
@@ -185,9 +185,28 @@ class CapturedState:
     def rank_files(self) -> list[FilePlan]:
         """The files that only this rank can write."""
         files = []
-        for key, part in self.sharded.items():
-            files += _tensor_files(partial(spread_file, key, self.rank), self.shards[key], part.frozen)
+        for key in self.sharded:
+            files += _tensor_files(partial(spread_file, key, self.rank), self.shards[key], self._words[key])
         return [*files, *_unsharded_files(self.rank_parts)]
+
+    @cached_property
+    def _words(self) -> dict[str, Mapping[str, str]]:
+        """By sharded part, the words of its tensors' files. Ranks that have other shards come to the same ones."""
+        found: dict[str, Mapping[str, str]] = {}
+        for key, part in self.sharded.items():
+            specs = part.table.tensors if part.frozen else {}
+            found[key] = _words({name: spec.size // max(1, spec.shards) for name, spec in specs.items()}, part.frozen)
+        return found
+
+    @cached_property
+    def joinable(self) -> dict[str, ShardTable]:
+        """The sharded parts that ranks of a host may write together, without what stands aside: each rank links it."""
+        tables = {key: replace(part.table, apart=self.apart(key)).joined for key, part in self.sharded.items()}
+        return {key: table for key, table in tables.items() if table.tensors}
+
+    def apart(self, key: str) -> frozenset[str]:
+        """The tensors of a sharded part that stand aside."""
+        return frozenset(name for name, word in self._words[key].items() if word)
 
     def but(self, **facts: Any) -> CapturedState:
         """The same tensors with other facts about them. What is known of their files stays known: it took long."""
@@ -324,7 +343,9 @@ class CapturedState:
     def _values(self) -> dict[str, Any]:
         values = {**part_values(self.parts), **part_values(self.gathered)}
         for key, part in self.sharded.items():
-            table = replace(part.table, together=self.together.get(key, 1))
+            table = part.table
+            if key in self.together:
+                table = replace(table, together=self.together[key], apart=self.apart(key))
             values[key] = {**_value(part), "spread": table.to_json()}
         for key, united in self.united.items():
             together = {"together": self.together[key]} if key in self.together else {}
@@ -356,33 +377,34 @@ def _value(part: PartState | ShardedState) -> dict[str, Any]:
 
 
 def _unsharded_files(parts: Mapping[str, PartState]) -> list[FilePlan]:
-    of_each = [
-        _tensor_files(partial(whole_file, key), part.tensors, part.frozen, chunked=part.chunked)
-        for key, part in parts.items()
-    ]
-    return [file for files in of_each for file in files]
+    files = []
+    for key, part in parts.items():
+        sizes = {name: shard.tensor.nbytes for name, shard in part.tensors.items()}
+        words = _words(sizes, part.frozen, chunked=part.chunked)
+        files += _tensor_files(partial(whole_file, key), part.tensors, words)
+    return files
 
 
-def _tensor_files(
-    name: Callable[..., str], tensors: Mapping[str, Shard], frozen: frozenset[str], *, chunked: bool = False
-) -> list[FilePlan]:
-    """One file, and others beside it that can be linked, where they are large enough: one for all frozen tensors, and,
-    if `chunked`, one for each item of a list."""
-    aside: dict[str, dict[str, Shard]] = {}
-    for key, shard in tensors.items():
-        if word := FROZEN if key in frozen else _item_of(key) if chunked else "":
-            aside.setdefault(word, {})[key] = shard
-    aside = {word: found for word, found in aside.items() if _size(found) >= _WORTH_A_FILE}
-    elsewhere = set().union(*aside.values())
-    rest = {key: shard for key, shard in tensors.items() if key not in elsewhere}
-    if not rest and aside.keys() == {FROZEN}:
+def _words(sizes: Mapping[str, int], frozen: frozenset[str], *, chunked: bool = False) -> dict[str, str]:
+    """The tensors that stand aside, and the word that the name of their file has, where so many bytes are worth a file:
+    one for all that are frozen, and, if `chunked`, one for each item of a list. The others have an empty word."""
+    words = {name: FROZEN if name in frozen else _item_of(name) if chunked else "" for name in sizes}
+    found: Counter[str] = Counter()
+    for name, word in words.items():
+        found[word] += sizes[name]
+    return {name: word if found[word] >= _WORTH_A_FILE else "" for name, word in words.items()}
+
+
+def _tensor_files(name: Callable[..., str], tensors: Mapping[str, Shard], words: Mapping[str, str]) -> list[FilePlan]:
+    """One file, and beside it those of tensors that stand aside, which can be linked. `words`: of the whole part."""
+    if {*words.values()} == {FROZEN}:
         return [tensor_file.plan_file(name(), tensors, likely_unchanged=True)]
-    files = [tensor_file.plan_file(name(aside=word), found, likely_unchanged=True) for word, found in aside.items()]
+    by_word: dict[str, dict[str, Shard]] = {}
+    for key, shard in tensors.items():
+        by_word.setdefault(words.get(key, ""), {})[key] = shard
+    rest = by_word.pop("", {})
+    files = [tensor_file.plan_file(name(aside=word), found, likely_unchanged=True) for word, found in by_word.items()]
     return [tensor_file.plan_file(name(), rest), *files] if rest else files
-
-
-def _size(tensors: Mapping[str, Shard]) -> int:
-    return sum(shard.tensor.nbytes for shard in tensors.values())
 
 
 def _item_of(name: str) -> str:

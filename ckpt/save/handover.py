@@ -26,13 +26,14 @@ import torch
 from ckpt.errors import RanksError
 from ckpt.formats.layout import Box
 from ckpt.formats.native import tensor_file
+from ckpt.formats.native.documents import to_json
 from ckpt.formats.native.manifest import digest
-from ckpt.formats.native.shard_table import ShardedState, ShardTable, bands, joined_box, shares
-from ckpt.formats.tensors import FilePlan, PartState, Shard, host_bytes, narrowed
+from ckpt.formats.native.shard_table import ShardTable, bands, joined_box, shares
+from ckpt.formats.tensors import FilePlan, Shard, host_bytes, narrowed
 from ckpt.ranks.consensus import FollowingError, Ranks
 from ckpt.ranks.find import ranks_per_host
 from ckpt.ranks.store_and_heartbeats import LivenessWatch, format_ranks
-from ckpt.root.catalog import part_of, spread_file, tensor_files_of
+from ckpt.root.catalog import spread_file, tensor_files_of
 from ckpt.save.capture import CapturedState
 
 # Bytes of a file that several ranks write together; larger shards are files of their own. One rank writes all of it.
@@ -66,7 +67,10 @@ def plan_together(offers: list[dict[str, Any]]) -> dict[str, Any]:
         return {}
     parts = [offer["parts"] for offer in offers]
     for together in (one for one in range(size, 1, -1) if size % one == 0):
-        keys = [key for key in parts[0] if all(key in each and together in each[key][1] for each in parts)]
+        keys = [
+            key for key, (_, _, apart) in parts[0].items()
+            if all(key in each and together in each[key][1] and each[key][2] == apart for each in parts)
+        ]  # fmt: skip
         most = max((each[key][0] for each in parts for key in keys), default=0)
         if keys and together * most <= LARGEST:
             return {"together": together, "parts": keys, "token": secrets.token_hex(16)}
@@ -92,27 +96,22 @@ def group_of(rank: int, size: int, world_size: int) -> range:
 
 def _offered(
     captured: CapturedState, tables: Mapping[str, ShardTable], size: int, world_size: int
-) -> dict[str, tuple[int, list[int]]]:
-    """The parts whose shards ranks of a host could write as one file: how many bytes this rank has of each, and how
-    many ranks could.
+) -> dict[str, tuple[int, list[int], str]]:
+    """The parts whose shards ranks of a host could write as one file: how many bytes this rank has of each, how many
+    ranks could, and a digest of which tensors each rank writes for itself all the same: frozen ones, which it links.
 
-    Not those with frozen tensors, whose file is linked by each rank, nor with tensors that share memory.
+    Not those with tensors that share memory, nor those that are not sharded and have frozen tensors.
     """
     counts = [count for count in range(size, 1, -1) if size % count == 0]
-    parts: Mapping[str, PartState | ShardedState] = {**captured.parts, **captured.gathered, **captured.sharded}
-    frozen = {key for key, part in parts.items() if part.frozen}
-    aside = {
-        part_of(file.path)
-        for file in captured.rank_files
-        if file.path != spread_file(part_of(file.path), captured.rank)
-    }
+    frozen = {key for key, part in captured.parts.items() if part.frozen}
     found = {}
     for key, table in tables.items():
         mine = WrittenShards.of(captured, key, table, {})
-        if key not in frozen | aside and mine.are_complete:
+        if key not in frozen and mine.are_complete:
             groups = {count: group_of(captured.rank, count, world_size) for count in counts}
             fitting = [count for count, ranks in groups.items() if _are_boxes(table, ranks)]
-            found[key] = (sum(size for _, size in mine.wanted), fitting)
+            apart = digest(to_json(sorted(table.apart)))
+            found[key] = (sum(size for _, size in mine.wanted), fitting, apart)
     return {key: offer for key, offer in found.items() if offer[1]}
 
 

@@ -410,8 +410,7 @@ class SaveTransaction:
         diverged = Result.capture(lambda: with_diverged_state(captured, own, writes, self._snapshot_files))
         self.captured = diverged.then(lambda state: state.but(differs=verdict["differs"], united=united))
         self._report_differences(verdict["differs"])
-        tables = {key: part.table for key, part in captured.sharded.items()}
-        tables |= {key: ShardTable.from_json(table) for key, table in verdict["tables"].items()}
+        tables = captured.joinable | {key: ShardTable.from_json(table) for key, table in verdict["tables"].items()}
         self._tables = {key: table for key, table in tables.items() if key not in verdict["differs"]}
         proposal = self.captured.then(lambda state: self._proposal(state, compare=False))
         plan = self._agree(proposal, self._plan, " (differences saved)")
@@ -443,7 +442,7 @@ class SaveTransaction:
         """What the main rank must know of this rank to plan the save."""
         several = compare and self.root.ranks.world_size > 1
         if compare:
-            self._tables = {key: part.table for key, part in captured.sharded.items()}
+            self._tables = captured.joinable
         own, is_joined = self._own_documents, self._is_joined(captured)
         if self._joins:  # before this rank answers, so that it is there when the plan is made
             self.channel.leave(LEFT, _packed(captured.document if is_joined else b""))

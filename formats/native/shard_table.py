@@ -100,12 +100,25 @@ def bands(spec: ShardSpec, ranks: range) -> list[list[tuple[int, Box]]]:
 class ShardTable:
     """All tensors of a part by name. A tied tensor is an alias of a stored one.
 
-    `together`: the shards of so many ranks, from a multiple of it on, are in the file of the first of them.
+    `together`: the shards of so many ranks, from a multiple of it on, are in the file of the first of them. Those of
+    tensors that are `apart` are not: each rank has written its own.
     """
 
     tensors: dict[str, ShardSpec]
     aliases: dict[str, str] = field(default_factory=dict)
     together: int = 1
+    apart: frozenset[str] = frozenset()
+
+    @property
+    def joined(self) -> ShardTable:
+        """That of the tensors which ranks write together."""
+        if not self.apart:
+            return self
+        return replace(self, tensors={name: spec for name, spec in self.tensors.items() if name not in self.apart})
+
+    def writing_together(self, name: str) -> int:
+        """The shards of how many ranks a file has of this tensor."""
+        return 1 if name in self.apart else self.together
 
     def with_every_copy(self) -> ShardTable:
         """For ranks that cannot read each other's files: each writes all that it holds."""
@@ -119,11 +132,13 @@ class ShardTable:
             for name, spec in self.tensors.items()
         }
         together = {"together": self.together} if self.together > 1 else {}
+        apart = {"apart": sorted(self.apart)} if self.apart else {}
         return {
             "layouts": [layout.to_json() for layout in layouts],
             "tensors": rows,
             "aliases": self.aliases,
             **together,
+            **apart,
         }
 
     @classmethod
@@ -141,7 +156,10 @@ class ShardTable:
             most = world_size or 1 + max((max(layout.ranks) for layout in layouts.values()), default=0)
             if type(together) is not int or not 1 <= together <= most:
                 raise ValueError(f"{together!r} ranks can't write a file together")
-            return cls(rows, dict(fields["aliases"]), together)
+            apart = frozenset(fields.get("apart", ()))
+            if not apart <= rows.keys():
+                raise ValueError("tensors that it does not list are apart")
+            return cls(rows, dict(fields["aliases"]), together, apart)
 
 
 def _spec_from_json(row: list[Any], layouts: Mapping[int, Layout]) -> ShardSpec:
@@ -320,7 +338,7 @@ class ShardedTensors:
 
     def _piece(self, rank: int, name: str, spec: ShardSpec, part: Box) -> tuple[TensorFile, Box]:
         """The file that has a part of a rank's shard, and where it is in the file's tensor."""
-        together = self.table.together
+        together = self.table.writing_together(name)
         if together == 1:
             return self._file(rank, name, spec, spec.layout.box(spec.shape, rank)), part
         first = rank - rank % together

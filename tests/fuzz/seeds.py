@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import ckpt
-from ckpt.save import transaction
+from ckpt.save import capture, transaction
 from tests.fuzz.live import Live, Net, Untied
 from tests.fuzz.zero_seeds import STAGES, zero
 from tests.helpers.processes import run_ranks
@@ -80,10 +80,11 @@ def own_state(folder: Path) -> None:
     run_ranks(2, _save_own_state, str(folder / "root"))
 
 
-def _save_sharded(rank: int, root: str) -> None:
+def _save_sharded(rank: int, root: str, *, frozen: bool = False) -> None:
     from torch.distributed.fsdp import fully_shard
 
     live = Live(tied=False)
+    next(live.model.parameters()).requires_grad_(not frozen)
     fully_shard(live.model)
     live.optimizer = torch.optim.AdamW(live.model.parameters(), lr=0.01)
     live.scheduler = torch.optim.lr_scheduler.StepLR(live.optimizer, 2)
@@ -91,10 +92,10 @@ def _save_sharded(rank: int, root: str) -> None:
 
 
 def _save_together(rank: int, root: str) -> None:
-    """As of many ranks: those of a host in one file, and the documents of all in another."""
-    transaction.TOGETHER = transaction.ALONE = 1
+    """As of many ranks: what those of a host train is in one file, and the documents of all in another."""
+    transaction.TOGETHER = transaction.ALONE = capture._WORTH_A_FILE = 1
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    _save_sharded(rank, root)
+    _save_sharded(rank, root, frozen=True)
 
 
 def _save_own_state(rank: int, root: str) -> None:

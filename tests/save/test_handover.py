@@ -23,7 +23,7 @@ from ckpt.formats.layout import Box, Layout
 from ckpt.formats.native.shard_table import EVERY, ShardSpec, bands, joined_box, shares
 from ckpt.formats.tensors import host_bytes, narrowed
 from ckpt.root.verify import repair
-from ckpt.save import handover, transaction
+from ckpt.save import capture, handover, transaction
 from ckpt.storage import open_storage
 from tests.helpers.places import Place
 from tests.helpers.processes import run_ranks
@@ -249,6 +249,80 @@ def test_so_few_ranks_write_together_that_files_are_not_too_large_and_none_that_
     found = {int(path.split("/")[1][:5]) for path in tensor_files(root, "saved") if path.startswith("optimizer")}
     assert sorted(found) == writers
     assert ckpt.verify(root) == {"saved": []}
+
+
+def _with_frozen_layer(how: str, seed: int) -> tuple[Any, torch.optim.Optimizer]:
+    model = MODELS[how](seed)
+    weight, bias, *rest = model.parameters()
+    weight.requires_grad_(False)
+    bias.requires_grad_(False)
+    return model, torch.optim.AdamW(rest, lr=0.1, fused=True)
+
+
+def _partly_frozen(rank: int, root: str, notes: str, worth: int, differs: bool) -> None:
+    as_if_many()
+    capture._WORTH_A_FILE = worth
+    model, optimizer = _with_frozen_layer("fsdp2", 1)
+    step(model, optimizer, 0)
+    if differs and rank == 1:
+        [*model.parameters()][-1].requires_grad_(False)
+    with ckpt.StateManager(root, model=model, optimizer=optimizer) as manager:
+        manager.resume()
+        manager.save_state("saved", wait=True)
+        Path(notes, f"state-{rank}").write_text(state(model, optimizer))
+        if not differs:
+            step(model, optimizer, 1)
+        manager.save_state("later", wait=True)
+        model.requires_grad_(True)
+        manager.save_state("thawed", wait=True)
+
+
+def _load_partly_frozen(rank: int, root: str, notes: str, how: str) -> None:
+    model, optimizer = _with_frozen_layer(how, 3)
+    with ckpt.StateManager(root, model=model, optimizer=optimizer) as manager:
+        manager.load_state("saved")
+        assert state(model, optimizer) == Path(notes, "state-0").read_text()
+
+
+def frozen(rank: int) -> str:
+    return f"model/0000{rank}+frozen.safetensors"
+
+
+def test_frozen_tensors_are_linked_by_each_rank_and_what_is_trained_is_written_together(tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    run_ranks(RANKS, _partly_frozen, root, str(tmp_path), 64, False)
+    for name in ("saved", "later"):
+        found = tensor_files(root, name)
+        assert sorted(found) == sorted([*map(frozen, range(RANKS)), *two("model"), *two("optimizer")])
+    for rank in range(RANKS):
+        assert Path(root, "saved", frozen(rank)).samefile(Path(root, "later", frozen(rank)))
+    assert tensor_files(root, "thawed") == [*two("model"), *two("optimizer")]
+    assert ckpt.verify(root) == {"saved": [], "later": [], "thawed": []}
+    run_ranks(RANKS, _load_partly_frozen, root, str(tmp_path), "fsdp2")
+    run_ranks(2, _load_partly_frozen, root, str(tmp_path), "hsdp")
+    run_ranks(2, _read_with_torch, root, str(tmp_path))
+    ckpt.merge(f"{root}/saved", tmp_path / "merged.safetensors")
+    with safetensors.safe_open(tmp_path / "merged.safetensors", "pt") as opened:
+        merged = {name: exact(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118
+    of_torch = torch.load(tmp_path / "torch.pt", weights_only=True)
+    assert merged == {name: exact(tensor) for name, tensor in of_torch.items()}
+
+
+@pytest.mark.parametrize(
+    ("worth", "differs", "files"),
+    [
+        (capture._WORTH_A_FILE, False, two("model")),
+        (64, True, sorted([*map(frozen, range(RANKS)), *(f"model/0000{rank}.safetensors" for rank in range(RANKS))])),
+    ],
+)
+def test_few_frozen_bytes_are_written_with_the_rest_and_ranks_that_froze_others_write_for_themselves(
+    tmp_path: Path, worth: int, differs: bool, files: list[str]
+) -> None:
+    root = str(tmp_path / "run")
+    run_ranks(RANKS, _partly_frozen, root, str(tmp_path), worth, differs)
+    assert [path for path in tensor_files(root, "saved") if path.startswith("model")] == files
+    assert ckpt.verify(root) == {"saved": [], "later": [], "thawed": []}
+    run_ranks(3, _load_partly_frozen, root, str(tmp_path), "fsdp2")
 
 
 def _frozen_and_unchanged(rank: int, root: str) -> None:
