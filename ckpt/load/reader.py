@@ -529,8 +529,10 @@ class CheckpointReader:
         return [*shards, *self._files(whole_file, own_key(key, rank)), *whole]
 
     def _files(self, name: Callable[..., str], *about: Any, shared: bool = False) -> list[TensorFile]:
-        """The file of a name, and those beside it: with the frozen tensors, or the items of lists."""
-        return [self._tensor_file(file, shared=shared) for file in self._beside.get(name(*about), ())]
+        """The file of a name, and those beside it: with frozen tensors, or the items of lists. `shared`: other ranks of
+        this host read it, too."""
+        main = name(*about)
+        return [self._tensor_file(file, shared=shared and file == main) for file in self._beside.get(main, ())]
 
     @cached_property
     def _beside(self) -> Mapping[str, list[str]]:

@@ -397,7 +397,7 @@ def _words(sizes: Mapping[str, int], frozen: frozenset[str], *, chunked: bool = 
 
 def _tensor_files(name: Callable[..., str], tensors: Mapping[str, Shard], words: Mapping[str, str]) -> list[FilePlan]:
     """One file, and beside it those of tensors that stand aside, which can be linked. `words`: of the whole part."""
-    if {*words.values()} == {FROZEN}:
+    if tensors and {*words.values()} == {FROZEN}:
         return [tensor_file.plan_file(name(), tensors, likely_unchanged=True)]
     by_word: dict[str, dict[str, Shard]] = {}
     for key, shard in tensors.items():

@@ -100,14 +100,16 @@ def _offered(
     """The parts whose shards ranks of a host could write as one file: how many bytes this rank has of each, how many
     ranks could, and a digest of which tensors each rank writes for itself all the same: frozen ones, which it links.
 
-    Not those with tensors that share memory, nor those that are not sharded and have frozen tensors.
+    Not those with tensors that share memory, nor those with frozen ones of which the table does not say that they are
+    apart: ranks have different tensors, or each has all.
     """
     counts = [count for count in range(size, 1, -1) if size % count == 0]
-    frozen = {key for key, part in captured.parts.items() if part.frozen}
     found = {}
     for key, table in tables.items():
         mine = WrittenShards.of(captured, key, table, {})
-        if key not in frozen and mine.are_complete:
+        aside = key in captured.sharded and captured.apart(key) != table.apart
+        frozen = key in captured.parts and captured.parts[key].frozen
+        if not aside and not frozen and mine.are_complete:
             groups = {count: group_of(captured.rank, count, world_size) for count in counts}
             fitting = [count for count, ranks in groups.items() if _are_boxes(table, ranks)]
             apart = digest(to_json(sorted(table.apart)))

@@ -100,8 +100,8 @@ def bands(spec: ShardSpec, ranks: range) -> list[list[tuple[int, Box]]]:
 class ShardTable:
     """All tensors of a part by name. A tied tensor is an alias of a stored one.
 
-    `together`: the shards of so many ranks, from a multiple of it on, are in the file of the first of them. Those of
-    tensors that are `apart` are not: each rank has written its own.
+    `together`: the shards of so many ranks, from a multiple of it on, are in the file of the first of them. But of the
+    tensors that are `apart`, each rank has written its own shards.
     """
 
     tensors: dict[str, ShardSpec]
@@ -156,10 +156,10 @@ class ShardTable:
             most = world_size or 1 + max((max(layout.ranks) for layout in layouts.values()), default=0)
             if type(together) is not int or not 1 <= together <= most:
                 raise ValueError(f"{together!r} ranks can't write a file together")
-            apart = frozenset(fields.get("apart", ()))
-            if not apart <= rows.keys():
+            apart = fields.get("apart", [])
+            if not isinstance(apart, list) or not rows.keys() >= {*apart}:
                 raise ValueError("tensors that it does not list are apart")
-            return cls(rows, dict(fields["aliases"]), together, apart)
+            return cls(rows, dict(fields["aliases"]), together, frozenset(apart))
 
 
 def _spec_from_json(row: list[Any], layouts: Mapping[int, Layout]) -> ShardSpec:

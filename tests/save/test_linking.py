@@ -353,3 +353,20 @@ def save_and_load_a_ring(rank: int, root: str, per_rank: bool) -> None:
 @pytest.mark.parametrize("per_rank", [True, False])
 def test_every_rank_writes_the_chunks_that_have_changed_of_its_own_buffer(root: Place, per_rank: bool) -> None:
     assert run_ranks(2, save_and_load_a_ring, str(root), per_rank) == [0, 0]
+
+
+def _save_two_rows(rank: int, root: str, is_frozen: bool) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Linear(600_000, 2, bias=False).requires_grad_(not is_frozen)
+    fully_shard(model)
+    with ckpt.StateManager(root, model=model, ranks=ckpt.RankOptions(timeout=30)) as manager:
+        manager.save_state("a")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_rank_that_has_nothing_of_a_sharded_model_writes_no_file(tmp_path: Path, is_frozen: bool) -> None:
+    run_ranks(3, _save_two_rows, str(tmp_path / "run"), is_frozen)
+    found = sorted(path.name for path in Path(tmp_path, "run", "a", "model").iterdir())
+    assert found == ["00000.safetensors", "00001.safetensors"]

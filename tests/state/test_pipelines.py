@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt
+from ckpt.save import capture
 from tests.helpers.pipelines import LAYERS, WAYS, Block, Job, Net, digest, missing, read, without_layer, write
 from tests.helpers.processes import run_ranks
 from tests.save.test_handover import as_if_many, tensor_files
@@ -208,4 +209,27 @@ def _save_full(rank: int, folder: str) -> None:
 def test_in_a_gather_nobody_hands_over_for_all_wait_for_each_other(tmp_path: Path) -> None:
     run_ranks(4, _save_full, str(tmp_path))
     assert not [path for path in tensor_files(str(tmp_path / "run"), "saved") if "/" in path]
+    run_ranks(2, _load, str(tmp_path), {"run": "pp2"})
+
+
+def _save_frozen_stage(rank: int, folder: str) -> None:
+    as_if_many(2)
+    capture._WORTH_A_FILE = 64
+    job = WAYS["pp2-fsdp"](1)
+    with _manager(f"{folder}/run", job) as manager:
+        job.step(0)
+        job.parts[0].requires_grad_(rank // 2 != 0)
+        for name in ("saved", "later"):
+            manager.save_state(name)
+        write(folder, "run", job.digests())
+
+
+def test_a_stage_that_is_frozen_is_written_once_by_its_ranks_and_linked(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    run_ranks(4, _save_frozen_stage, str(tmp_path))
+    for rank in (0, 1):
+        path = f"model/0000{rank}.safetensors"
+        assert (root / "saved" / path).samefile(root / "later" / path)
+    optimizer = [path for path in tensor_files(str(root), "later") if path.startswith("optimizer")]
+    assert optimizer == ["optimizer/00000.safetensors", "optimizer/00002.safetensors"]
     run_ranks(2, _load, str(tmp_path), {"run": "pp2"})

@@ -173,6 +173,8 @@ class Snapshots:
         if size:
             image = self.memory.take(size)
             copies.add_on_host(image.bytes(size), image.release)
+        else:  # there may be empty tensors all the same
+            copies.add_on_host(torch.empty(0, dtype=torch.uint8), lambda: None)
 
     @contextmanager
     def beside_training(self, copies: TensorCopies) -> Iterator[None]:
