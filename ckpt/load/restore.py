@@ -23,6 +23,7 @@ from ckpt.formats.registry import ACCELERATE
 from ckpt.load.reader import CheckpointReader
 from ckpt.load.select import Candidate, Rider
 from ckpt.ranks.consensus import MAIN, Ranks, Result, decide_together, run_on_all_ranks
+from ckpt.ranks.store_and_heartbeats import format_ranks
 from ckpt.root.catalog import own_key
 from ckpt.shown import Lines, few
 from ckpt.state import rng
@@ -449,9 +450,10 @@ def _uses_broadcast(storage: Storage, request: RestoreRequest) -> bool:
 
 
 def _changed_ranks(saved_by: int, now: int, new: str) -> str:
-    """Which ranks are gone, or are there for the first time; `new` says what these do."""
-    gone, there = f"ranks {now} to {saved_by - 1} are gone", f"ranks {saved_by} to {now - 1} are new and {new}"
-    return f"saved by {saved_by} ranks, resumed by {now}: {gone if now < saved_by else there}"
+    """Which ranks are gone, or are there for the first time; `new` says what was done with these."""
+    changed = [*range(min(saved_by, now), max(saved_by, now))]
+    which = f"{format_ranks(changed)} {'is' if len(changed) == 1 else 'are'}"
+    return f"saved by {saved_by} ranks, resumed by {now}: {which} {'gone' if now < saved_by else f'new and {new}'}"
 
 
 def _own_parts(reader: CheckpointReader, request: RestoreRequest, notes: Notes) -> Mapping[str, OwnPart]:
@@ -474,7 +476,7 @@ def _own_parts(reader: CheckpointReader, request: RestoreRequest, notes: Notes) 
     for key, part in own.items():
         if part.for_any_ranks and was_there:
             kept[key] = part
-            change = _changed_ranks(manifest.world_size, ranks.world_size, "keep the state that they have")
+            change = _changed_ranks(manifest.world_size, ranks.world_size, "not restored")
             notes.approximated[key.rpartition("-")[0]] = change
         elif regrouped := _of_other_ranks(part, reader):
             kept |= regrouped

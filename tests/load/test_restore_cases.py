@@ -680,12 +680,12 @@ class TestWhatFits:
         assert notes.approximated == {}
         found, notes = rewound(1, 3, 2)
         assert torch.equal(found, expected)
-        assert notes.approximated == {"rng": "saved by 2 ranks, resumed by 3: ranks 2 to 2 are new and seeded"}
+        assert notes.approximated == {"rng": "saved by 2 ranks, resumed by 3: rank 2 is new and seeded"}
         rng.derive(state, 2)
         derived = torch.rand(2)
         assert torch.equal(rewound(2, 3, 2)[0], derived)
         assert not torch.equal(derived, expected)
-        assert rewound(0, 1, 4)[1].approximated["rng"].endswith("resumed by 1: ranks 1 to 3 are gone")
+        assert rewound(0, 1, 4)[1].approximated["rng"].endswith("resumed by 1: ranks 1, 2, 3 are gone")
         torch.manual_seed(77)
         untouched = torch.rand(2)
         assert torch.equal(rewound(0, 2, 3, None)[0], untouched)
@@ -753,9 +753,7 @@ class TestWhatFits:
         stays = Own(keeps=True)
         found, notes = kept(2, 1, 3, stays)
         assert (found, stays.told) == (["zero-00001"], [])
-        assert notes.approximated == {
-            "zero": "saved by 2 ranks, resumed by 3: ranks 2 to 2 are new and keep the state that they have"
-        }
+        assert notes.approximated == {"zero": "saved by 2 ranks, resumed by 3: rank 2 is new and not restored"}
         for new in (2, 3):
             stays = Own(keeps=True)
             assert kept(2, new, 4, stays)[0] == []

@@ -210,8 +210,9 @@ def test_what_stands_for_a_folder_is_no_object(server: Server, s3: str, tmp_path
 @pytest.mark.slow
 class TestLeftovers:
     def test_an_upload_that_was_cut_off_is_swept(self, server: Server, s3: str, tmp_path: Path) -> None:
-        for key in ("step-1/model", "step-10/model", "other/model"):
-            unfinished(s3, key, tmp_path / "log")
+        unfinished(s3, "step-1/model", tmp_path / "log")
+        for key in ("step-10/model", "other/model"):
+            begin_upload(server, s3, key, 2)
         storage = open_storage(s3)
         assert sorted(uploads(server, s3)) == ["other/model", "step-1/model", "step-10/model"]
         assert sizes(storage) == {}
