@@ -93,14 +93,15 @@ def prune(
         forgotten = ", and forget the history of the branch" if squash else ""
         click.confirm(f"Remove {_total(plan.outcome)}{forgotten}?", abort=True, err=True)
     done = plan.carry_out()
+    failed = {name for name, why in done.spared.items() if why.startswith(FAILED)}  # a warning has named them
     for name in (*plan.outcome.removed, *plan.outcome.swept):
-        if name in done.spared and not done.spared[name].startswith(FAILED):  # a warning has named those
+        if name in done.spared and name not in failed:
             echo(f"{name} is kept: {one_line(done.spared[name])}")
     echo(f"removed {_total(done)}")
     if isinstance(storage, HubStorage) and squash:
         storage.squash_history()
         echo(f"{storage.url} has one commit now: older ones, and what only they had, are forgotten")
-    if any(why.startswith(FAILED) for why in done.spared.values()):
+    if failed:
         raise SystemExit(1)
 
 

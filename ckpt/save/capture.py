@@ -138,7 +138,7 @@ def _is_gathered(layout: Layout, rank: int) -> bool:
     return layout.holds(MAIN) and layout.copy_of(MAIN) == layout.copy_of(rank)
 
 
-_OF_TENSORS = {"shards", "rank_files", "common_files", "_words"}  # what is computed of the parts' tensors alone
+_OF_TENSORS = {"shards", "rank_files", "common_files", "_asides"}  # what is computed of the parts' tensors alone
 
 
 @dataclass(frozen=True)
@@ -186,27 +186,27 @@ class CapturedState:
         """The files that only this rank can write."""
         files = []
         for key in self.sharded:
-            files += _tensor_files(partial(spread_file, key, self.rank), self.shards[key], self._words[key])
+            files += _tensor_files(partial(spread_file, key, self.rank), self.shards[key], self._asides[key])
         return [*files, *_unsharded_files(self.rank_parts)]
 
     @cached_property
-    def _words(self) -> dict[str, Mapping[str, str]]:
-        """By sharded part, the words of its tensors' files. Ranks that have other shards come to the same ones."""
+    def _asides(self) -> dict[str, Mapping[str, str]]:
+        """By sharded part, what stands aside. All ranks come to the same, whatever shards they have."""
         found: dict[str, Mapping[str, str]] = {}
         for key, part in self.sharded.items():
             specs = part.table.tensors if part.frozen else {}
-            found[key] = _words({name: spec.size // max(1, spec.shards) for name, spec in specs.items()}, part.frozen)
+            found[key] = _asides({name: spec.size // max(1, spec.shards) for name, spec in specs.items()}, part.frozen)
         return found
 
     @cached_property
     def joinable(self) -> dict[str, ShardTable]:
         """The sharded parts that ranks of a host may write together, without what stands aside: each rank links it."""
-        tables = {key: replace(part.table, apart=self.apart(key)).joined for key, part in self.sharded.items()}
+        tables = {key: replace(part.table, aside=self.aside(key)).joined for key, part in self.sharded.items()}
         return {key: table for key, table in tables.items() if table.tensors}
 
-    def apart(self, key: str) -> frozenset[str]:
+    def aside(self, key: str) -> frozenset[str]:
         """The tensors of a sharded part that stand aside."""
-        return frozenset(name for name, word in self._words[key].items() if word)
+        return frozenset(name for name, file in self._asides[key].items() if file)
 
     def but(self, **facts: Any) -> CapturedState:
         """The same tensors with other facts about them. What is known of their files stays known: it took long."""
@@ -345,7 +345,7 @@ class CapturedState:
         for key, part in self.sharded.items():
             table = part.table
             if key in self.together:
-                table = replace(table, together=self.together[key], apart=self.apart(key))
+                table = replace(table, together=self.together[key], aside=self.aside(key))
             values[key] = {**_value(part), "spread": table.to_json()}
         for key, united in self.united.items():
             together = {"together": self.together[key]} if key in self.together else {}
@@ -380,30 +380,30 @@ def _unsharded_files(parts: Mapping[str, PartState]) -> list[FilePlan]:
     files = []
     for key, part in parts.items():
         sizes = {name: shard.tensor.nbytes for name, shard in part.tensors.items()}
-        words = _words(sizes, part.frozen, chunked=part.chunked)
-        files += _tensor_files(partial(whole_file, key), part.tensors, words)
+        asides = _asides(sizes, part.frozen, chunked=part.chunked)
+        files += _tensor_files(partial(whole_file, key), part.tensors, asides)
     return files
 
 
-def _words(sizes: Mapping[str, int], frozen: frozenset[str], *, chunked: bool = False) -> dict[str, str]:
-    """The tensors that stand aside, and the word that the name of their file has, where so many bytes are worth a file:
-    one for all that are frozen, and, if `chunked`, one for each item of a list. The others have an empty word."""
-    words = {name: FROZEN if name in frozen else _item_of(name) if chunked else "" for name in sizes}
-    found: Counter[str] = Counter()
-    for name, word in words.items():
-        found[word] += sizes[name]
-    return {name: word if found[word] >= _WORTH_A_FILE else "" for name, word in words.items()}
+def _asides(sizes: Mapping[str, int], frozen: frozenset[str], *, chunked: bool = False) -> dict[str, str]:
+    """The file beside the main one in which each tensor stands; "" for the main one. There is one for all that are
+    frozen, and, if `chunked`, one for each item of a list, where so many bytes are worth a file."""
+    asides = {name: FROZEN if name in frozen else _item_of(name) if chunked else "" for name in sizes}
+    bytes_of: Counter[str] = Counter()
+    for name, aside in asides.items():
+        bytes_of[aside] += sizes[name]
+    return {name: aside if bytes_of[aside] >= _WORTH_A_FILE else "" for name, aside in asides.items()}
 
 
-def _tensor_files(name: Callable[..., str], tensors: Mapping[str, Shard], words: Mapping[str, str]) -> list[FilePlan]:
-    """One file, and beside it those of tensors that stand aside, which can be linked. `words`: of the whole part."""
-    if tensors and {*words.values()} == {FROZEN}:
+def _tensor_files(name: Callable[..., str], tensors: Mapping[str, Shard], asides: Mapping[str, str]) -> list[FilePlan]:
+    """The main file, and those beside it, which can be linked. `asides`: of the whole part."""
+    if tensors and {*asides.values()} == {FROZEN}:
         return [tensor_file.plan_file(name(), tensors, likely_unchanged=True)]
-    by_word: dict[str, dict[str, Shard]] = {}
+    by_file: dict[str, dict[str, Shard]] = {}
     for key, shard in tensors.items():
-        by_word.setdefault(words.get(key, ""), {})[key] = shard
-    rest = by_word.pop("", {})
-    files = [tensor_file.plan_file(name(aside=word), found, likely_unchanged=True) for word, found in by_word.items()]
+        by_file.setdefault(asides.get(key, ""), {})[key] = shard
+    rest = by_file.pop("", {})
+    files = [tensor_file.plan_file(name(aside=aside), found, likely_unchanged=True) for aside, found in by_file.items()]
     return [tensor_file.plan_file(name(), rest), *files] if rest else files
 
 

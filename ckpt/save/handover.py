@@ -68,8 +68,8 @@ def plan_together(offers: list[dict[str, Any]]) -> dict[str, Any]:
     parts = [offer["parts"] for offer in offers]
     for together in (one for one in range(size, 1, -1) if size % one == 0):
         keys = [
-            key for key, (_, _, apart) in parts[0].items()
-            if all(key in each and together in each[key][1] and each[key][2] == apart for each in parts)
+            key for key, (_, _, aside) in parts[0].items()
+            if all(key in each and together in each[key][1] and each[key][2] == aside for each in parts)
         ]  # fmt: skip
         most = max((each[key][0] for each in parts for key in keys), default=0)
         if keys and together * most <= LARGEST:
@@ -100,20 +100,20 @@ def _offered(
     """The parts whose shards ranks of a host could write as one file: how many bytes this rank has of each, how many
     ranks could, and a digest of which tensors each rank writes for itself all the same: frozen ones, which it links.
 
-    Not those with tensors that share memory, nor those with frozen ones of which the table does not say that they are
-    apart: ranks have different tensors, or each has all.
+    Not those with tensors that share memory, nor those with frozen ones of which the table does not say that they stand
+    aside: ranks have different tensors, or each has all.
     """
     counts = [count for count in range(size, 1, -1) if size % count == 0]
     found = {}
     for key, table in tables.items():
         mine = WrittenShards.of(captured, key, table, {})
-        aside = key in captured.sharded and captured.apart(key) != table.apart
+        untold = key in captured.sharded and captured.aside(key) != table.aside
         frozen = key in captured.parts and captured.parts[key].frozen
-        if not aside and not frozen and mine.are_complete:
+        if not untold and not frozen and mine.are_complete:
             groups = {count: group_of(captured.rank, count, world_size) for count in counts}
             fitting = [count for count, ranks in groups.items() if _are_boxes(table, ranks)]
-            apart = digest(to_json(sorted(table.apart)))
-            found[key] = (sum(size for _, size in mine.wanted), fitting, apart)
+            aside = digest(to_json(sorted(table.aside)))
+            found[key] = (sum(size for _, size in mine.wanted), fitting, aside)
     return {key: offer for key, offer in found.items() if offer[1]}
 
 

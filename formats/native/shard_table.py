@@ -101,24 +101,24 @@ class ShardTable:
     """All tensors of a part by name. A tied tensor is an alias of a stored one.
 
     `together`: the shards of so many ranks, from a multiple of it on, are in the file of the first of them. But of the
-    tensors that are `apart`, each rank has written its own shards.
+    tensors that stand `aside`, each rank has written its own shards.
     """
 
     tensors: dict[str, ShardSpec]
     aliases: dict[str, str] = field(default_factory=dict)
     together: int = 1
-    apart: frozenset[str] = frozenset()
+    aside: frozenset[str] = frozenset()
 
     @property
     def joined(self) -> ShardTable:
         """That of the tensors which ranks write together."""
-        if not self.apart:
+        if not self.aside:
             return self
-        return replace(self, tensors={name: spec for name, spec in self.tensors.items() if name not in self.apart})
+        return replace(self, tensors={name: spec for name, spec in self.tensors.items() if name not in self.aside})
 
     def writing_together(self, name: str) -> int:
         """The shards of how many ranks a file has of this tensor."""
-        return 1 if name in self.apart else self.together
+        return 1 if name in self.aside else self.together
 
     def with_every_copy(self) -> ShardTable:
         """For ranks that cannot read each other's files: each writes all that it holds."""
@@ -132,13 +132,13 @@ class ShardTable:
             for name, spec in self.tensors.items()
         }
         together = {"together": self.together} if self.together > 1 else {}
-        apart = {"apart": sorted(self.apart)} if self.apart else {}
+        aside = {"aside": sorted(self.aside)} if self.aside else {}
         return {
             "layouts": [layout.to_json() for layout in layouts],
             "tensors": rows,
             "aliases": self.aliases,
             **together,
-            **apart,
+            **aside,
         }
 
     @classmethod
@@ -156,10 +156,10 @@ class ShardTable:
             most = world_size or 1 + max((max(layout.ranks) for layout in layouts.values()), default=0)
             if type(together) is not int or not 1 <= together <= most:
                 raise ValueError(f"{together!r} ranks can't write a file together")
-            apart = fields.get("apart", [])
-            if not isinstance(apart, list) or not rows.keys() >= {*apart}:
-                raise ValueError("tensors that it does not list are apart")
-            return cls(rows, dict(fields["aliases"]), together, frozenset(apart))
+            aside = fields.get("aside", [])
+            if not isinstance(aside, list) or not rows.keys() >= {*aside}:
+                raise ValueError("tensors that it does not list stand aside")
+            return cls(rows, dict(fields["aliases"]), together, frozenset(aside))
 
 
 def _spec_from_json(row: list[Any], layouts: Mapping[int, Layout]) -> ShardSpec:

@@ -156,7 +156,7 @@ def _layouts(draw: Draw, trees: Trees) -> tuple[str, Tree]:
     if draw(st.integers(0, 3)) == 0:
         table["together"] = draw(st.integers(0, 4) | st.sampled_from(INTEGERS) | _words)
     if draw(st.integers(0, 3)) == 0:
-        table["apart"] = draw(st.lists(st.sampled_from(list(table["tensors"])) | _words, max_size=3) | _words)
+        table["aside"] = draw(st.lists(st.sampled_from(list(table["tensors"])) | _words, max_size=3) | _words)
     files[path] = json.dumps(fields).encode("utf-8", "surrogatepass")
     return seed, reseal(files)
 
